@@ -75,10 +75,9 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
             if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 yield node.args[0].value.split(".")[0], node.lineno, lazy
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for child in node.body:
-                yield from visit(child, True)
-            for child in node.orelse:
-                yield from visit(child, lazy)
+            for statements, checker_only in ((node.body, True), (node.orelse, lazy)):
+                for statement in statements:
+                    yield from visit(statement, checker_only)
             return
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
