@@ -35,11 +35,9 @@ def require_one_of(argument: str, value: Any, literal: Any) -> None:
 
 def typed_tuple(argument: str, values: Any, kind: type) -> tuple[Any, ...]:
     """``values`` as a tuple whose elements are all of ``kind``."""
-    require(isinstance(values, Iterable) and not isinstance(values, str), argument, f"a tuple of {kind.__name__}", repr(values))
-    result = tuple(values)
-    for value in result:
-        require(type(value) is kind, argument, f"a tuple of {kind.__name__}", repr(value))
-    return result
+    well = isinstance(values, Iterable) and all(type(value) is kind for value in values)
+    require(well, argument, f"a tuple of {kind.__name__}", repr(values))
+    return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -155,12 +153,12 @@ class Component:
         require_int("base_align", self.base_align, 1)
         require(self.base_align & (self.base_align - 1) == 0, "base_align", "a power of two", self.base_align)
         require_int("page_pad", self.page_pad, 0)
-        require(
-            self.page_pad % self.storage_dtype.itemsize == 0, "page_pad", f"whole {self.storage_dtype} elements", self.page_pad
-        )
+        whole = self.page_pad % self.storage_dtype.itemsize == 0
+        require(whole, "page_pad", f"whole elements of {self.storage_dtype}", self.page_pad)
         require(isinstance(self.scale, Scale | None), "scale", "a Scale or None", repr(self.scale))
-        tiling = self.opaque is None or (isinstance(self.opaque, str) and re.fullmatch(r"[^:@]+:[^:@]+@[^:@]+", self.opaque))
-        require(bool(tiling), "opaque", "vendor:tiling@version", repr(self.opaque))
+        if self.opaque is not None:
+            tiling = isinstance(self.opaque, str) and re.fullmatch(r"[^:@]+:[^:@]+@[^:@]+", self.opaque)
+            require(bool(tiling), "opaque", "vendor:tiling@version", repr(self.opaque))
         self._check_order()
         self._check_strides()
 
@@ -168,7 +166,8 @@ class Component:
         axes = [factor.axis for factor in self.order]
         require(axes.count("B") == 1, "order", "axis B once", axes)
         require(axes.count("L") <= 1, "order", "axis L at most once", axes)
-        require(self.size_of("D") == self.head_dim, "order", f"factors of D whose product is {self.head_dim}", self.size_of("D"))
+        dims = self.size_of("D")
+        require(dims == self.head_dim, "order", f"factors of D whose product is {self.head_dim}", dims)
         pairs = [factor.size for factor in self.order if factor.axis == "KV"]
         require(pairs == ([2] if self.name == "kv" else []), "order", "one KV factor of size 2 in kv, else none", pairs)
 
@@ -223,7 +222,15 @@ class Component:
         return heads_and_dims * self.storage_dtype.bits // 8
 
     def offset(
-        self, block: int, token: int = 0, head: int = 0, dim: int = 0, *, kv: int = 0, layer: int = 0, pages: int | None = None
+        self,
+        block: int,
+        token: int = 0,
+        head: int = 0,
+        dim: int = 0,
+        *,
+        kv: int = 0,
+        layer: int = 0,
+        pages: int | None = None,
     ) -> int:
         """Elements from the start of the buffer to one element.
 
@@ -234,8 +241,8 @@ class Component:
             ContractError: an index lies outside its axis, ``pages`` is missing, or the component is opaque.
         """
         self._require_transparent()
-        before_blocks = self.order[0].axis != "B"
-        require(pages is not None or self.strides is not None or not before_blocks, "pages", "given: B is not outermost", None)
+        fixed = pages is not None or self.strides is not None or self.order[0].axis == "B"
+        require(fixed, "pages", "given, B not being outermost", pages)
         require(block >= 0 and (pages is None or block < pages), "block", "an index of a page", block)
         rest: dict[Axis, int] = {"N": token, "H": head, "D": dim, "KV": kv, "L": layer}
         total = 0

@@ -72,8 +72,8 @@ class KVCacheFormat:
         where = f"components[{component.name}].order"
         axes = {factor.axis for factor in component.order}
         if component.name != "state":
-            entries = self.page_tokens // self.compress_ratio
-            require(component.size_of("N") == entries, where, f"factors of N whose product is {entries}", component.size_of("N"))
+            entries, tokens = self.page_tokens // self.compress_ratio, component.size_of("N")
+            require(tokens == entries, where, f"factors of N whose product is {entries}", tokens)
         if component.name in ("k", "v", "kv") or "H" in axes:
             heads = component.size_of("H")
             require(heads == self.head_count, where, f"factors of H whose product is {self.head_count}", heads)
@@ -122,7 +122,8 @@ class KVCacheFormat:
     ) -> KVCacheFormat:
         def component(name: Any, dim: int) -> Component:
             sizes = {"N": page_tokens, "H": kv_heads, "D": dim}
-            return Component(name, dim, DType.parse(dtype), (Factor("B"), *(Factor(axis, sizes[axis]) for axis in axes)))
+            order = (Factor("B"), *(Factor(axis, sizes[axis]) for axis in axes))
+            return Component(name, dim, DType.parse(dtype), order)
 
         return cls(
             page_tokens=page_tokens,
@@ -137,9 +138,11 @@ class KVCacheFormat:
         """ "NHD" or "HND" when keys and values lie that way, dense and without scales; else "format"."""
         if [component.name for component in self.components] != ["k", "v"] or self.compress_ratio != 1:
             return "format"
-        plain = all(c.strides is None and not c.page_pad and c.scale is None and c.opaque is None for c in self.components)
+        for component in self.components:
+            if component.strides or component.page_pad or component.scale or component.opaque:
+                return "format"
         orders = {"".join(factor.axis for factor in component.order) for component in self.components}
-        return {"BNHD": "NHD", "BHND": "HND"}.get(orders.pop(), "format") if plain and len(orders) == 1 else "format"
+        return {"BNHD": "NHD", "BHND": "HND"}.get(orders.pop(), "format") if len(orders) == 1 else "format"
 
     def component(self, name: str) -> Component:
         """The component of that name.

@@ -1,4 +1,4 @@
-"""rms_norm, rope and silu_mul: naive loops, and whole-array forms of another structure."""
+"""rms_norm, rope and silu_mul, naive."""
 
 from __future__ import annotations
 

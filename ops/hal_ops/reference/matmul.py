@@ -1,4 +1,4 @@
-"""gemm and the dequantisation that ``prepack`` stands for: naive, and blocked along K."""
+"""gemm and the dequantisation that ``prepack`` stands for, naive."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def gemm(
     return out
 
 
-def dequantise(weight: Any, *, scheme: str = "dense", shape: tuple[int, int] | None = None, trans_b: bool = True) -> Floats:
+def dequantise(
+    weight: Any, *, scheme: str = "dense", shape: tuple[int, int] | None = None, trans_b: bool = True
+) -> Floats:
     """The matrix ``[N,K]`` (``[K,N]`` without trans_b) that ``prepack(weight, scheme=...)`` stands for, exact.
 
     ``weight`` is an array when the scheme is dense, else ``uint8`` GGUF blocks of the ``[N,K]`` matrix
@@ -69,7 +71,7 @@ def dequantise(weight: Any, *, scheme: str = "dense", shape: tuple[int, int] | N
     [0.0, 0.5, 1.0]
     """
     if scheme == "dense":
-        return as_float64(weight)
+        return as_float64(weight)  # as it lies: trans_b says which way
     if shape is None:
         raise ValueError("raw GGUF blocks need shape=(n, k)")
     raw = np.ascontiguousarray(weight, dtype=np.uint8).tobytes()
@@ -108,8 +110,8 @@ def _shared(scale: Floats, at: tuple[int, int], extents: tuple[int, ...], axis: 
         return float(scale.item())
     if scale.ndim == 1:
         return float(scale[at[axis]])
-    where = (x if count == extent else x // SCALE_BLOCK for x, count, extent in zip(at, scale.shape, extents, strict=True))
-    return float(scale[tuple(where)])
+    axes = zip(at, scale.shape, extents, strict=True)
+    return float(scale[tuple(x if count == extent else x // SCALE_BLOCK % count for x, count, extent in axes)])
 
 
 def _activate(x: Any, name: str) -> Any:

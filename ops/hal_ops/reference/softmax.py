@@ -1,4 +1,4 @@
-"""Attention and the merge of attention states: naive, and blocked with an online softmax."""
+"""Attention and the merge of attention states, naive."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hal_ops.reference.values import Floats, as_float64
 Window = tuple[int, int]
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NaN and inf are data here
 def attention(
     q: Any,
     k: Any,
@@ -81,6 +82,7 @@ def attention(
     return out, lse
 
 
+@np.errstate(invalid="ignore")
 def merge_attention_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Floats, Floats]:
     """Attention over the union of two key sets, from the results over each: o ``[T,H,D]``, lse ``[T,H]``.
 
@@ -93,7 +95,7 @@ def merge_attention_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[
     o_a, lse_a, o_b, lse_b = map(as_float64, (o_a, lse_a, o_b, lse_b))
     out, lse = np.zeros_like(o_a), np.full_like(lse_a, -np.inf)
     for at in np.ndindex(lse_a.shape):
-        states = [(l[at], o[at]) for o, l in ((o_a, lse_a), (o_b, lse_b)) if l[at] != -np.inf]
+        states = [(part[at], o[at]) for o, part in ((o_a, lse_a), (o_b, lse_b)) if part[at] != -np.inf]
         out[at], lse[at] = _weighted_mean([s for s, _ in states], [row for _, row in states], None, o_a.shape[-1])
     return out, lse
 
@@ -109,7 +111,7 @@ def _keeps(mask: Any, bias: Any, h: int, at: int) -> bool:
 
 def _of_head(cells: Any, h: int) -> NDArray[Any]:
     cells = np.asarray(cells)
-    return cells if cells.ndim == 1 else cells[h]  # type: ignore[no-any-return]
+    return cells if cells.ndim == 1 else cells[h]
 
 
 def _lengths(kv_lens: Any, kv_indptr: Any) -> list[int]:
@@ -122,9 +124,8 @@ def _weighted_mean(scores: list[Any], rows: list[Floats], sink: float | None, di
     top = logits.max(initial=-np.inf)
     if top == -np.inf:
         return np.zeros(dim), -np.inf
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(logits - top)
-        total = np.zeros(dim)
-        for weight, row in zip(weights, rows, strict=False):  # the sink has a weight, but no row
-            total += weight * row
-        return total / weights.sum(), float(top + np.log(weights.sum()))
+    weights = np.exp(logits - top)
+    total = np.zeros(dim)
+    for weight, row in zip(weights, rows, strict=False):  # the sink has a weight, but no row
+        total += weight * row
+    return total / weights.sum(), float(top + np.log(weights.sum()))

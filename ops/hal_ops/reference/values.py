@@ -24,8 +24,9 @@ def dtype_of(x: Any) -> DType:
 
 
 def storage(x: Any) -> NDArray[Any]:
-    """The stored elements as numpy sees them: ``uint16`` for a bf16 ``hal.Array``, ``uint8`` for fp8."""
-    return np.asarray(getattr(x, "native", x))
+    """The stored elements in a dtype of numpy: ``uint16`` for bf16, ``uint8`` for fp8."""
+    x = np.asarray(getattr(x, "native", x))
+    return x if x.dtype.kind in "biuf" and hasattr(np, x.dtype.name) else x.view(f"u{x.itemsize}")
 
 
 def as_float64(x: Any) -> Floats:
@@ -48,8 +49,9 @@ def decode(stored: NDArray[Any], dtype: DType) -> Floats:
     if dtype is DType.bfloat16 and stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype in _FP8 and stored.dtype == np.uint8:
-        return np.array([_fp8_value(code, dtype) for code in range(256)])[stored]
-    return stored.astype(np.float64)
+        table: Floats = np.array([_fp8_value(code, dtype) for code in range(256)])
+        return table[stored]
+    return np.asarray(stored, dtype=np.float64)
 
 
 def encode(values: Floats, dtype: DType) -> NDArray[Any]:
@@ -66,8 +68,10 @@ def encode(values: Floats, dtype: DType) -> NDArray[Any]:
     native = np.dtype(dtype.value)
     if native.kind in "iu":
         limits = np.iinfo(native)
-        return np.clip(np.nan_to_num(np.rint(values), posinf=limits.max, neginf=limits.min), limits.min, limits.max).astype(native)
-    return values.astype(native)
+        finite = np.nan_to_num(np.rint(values), posinf=limits.max, neginf=limits.min)
+        return np.asarray(np.clip(finite, limits.min, limits.max).astype(native))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(values.astype(native))
 
 
 def _fp8_value(code: int, dtype: DType) -> float:
