@@ -155,13 +155,16 @@ class KVCacheFormat:
                 return component
         raise ContractError("component", "one of " + ", ".join(c.name for c in self.components), repr(name))
 
-    def shape(self, component: str, pages: int) -> tuple[int, ...]:
+    def shape(self, component: Component | str, pages: int) -> tuple[int, ...]:
         """Sizes of the factors of a component's tensor, in memory order."""
-        return self.component(component).sizes(pages)
+        return self._found(component).sizes(pages)
 
-    def strides(self, component: str, pages: int) -> tuple[int, ...]:
+    def strides(self, component: Component | str, pages: int) -> tuple[int, ...]:
         """Strides of the factors of a component's tensor, in elements."""
-        return self.component(component).strides_for(pages)
+        return self._found(component).strides_for(pages)
+
+    def _found(self, component: Component | str) -> Component:
+        return component if isinstance(component, Component) else self.component(component)
 
     def bytes(self, pages: int) -> int:
         """Bytes of all tensors of ``pages`` pages, padding included, external scales left out."""
