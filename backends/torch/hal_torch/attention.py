@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -17,7 +17,7 @@ from hal_torch import merge
 from hal_torch.merge import merge_attention_states
 from hal_torch.rows import canonical
 from hal_torch.schedule import Band, Batch, Chunk, Heads, Request, Schedule, Scheduler
-from hal_torch.tile import Tile, add_sink, softmax, weigh
+from hal_torch.tile import HUGE, Tile, Values, add_sink, softmax
 
 FLOATS = OneOf({DType.float32, DType.float16, DType.bfloat16})
 POSITIVE = Range(1, None)
@@ -84,7 +84,7 @@ def build_attention(spec: OpSpec) -> Callable[..., None]:
         band = Band.of(causal, window)
         dense = mask is not None or bias is not None
         key = f"torch.attention {q.device} {heads} {k.stride()} {v.stride()} {k.shape[1]} {causal} {window} {dense}"
-        schedule = plan.cached(key, Scheduler(plan, k, v, heads, band, batched=not dense).build)
+        schedule = plan.cached(key, lambda: Scheduler(plan, k, v, heads, band, batched=not dense).build())
         call = Call(heads, band, float(scale), float(softcap), poison, sinks, alibi_slopes, mask, bias, out, lse)
         call.run(schedule, q, k, v)
 
@@ -107,6 +107,11 @@ class Call:
     out: Tensor
     lse: Tensor | None
 
+    @property
+    def dense(self) -> bool:
+        """Whether a mask or bias says cell by cell what is allowed."""
+        return self.mask is not None or self.bias is not None
+
     def run(self, schedule: Schedule, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Serve every request of the schedule."""
         for start, stop in schedule.empty:
@@ -125,18 +130,16 @@ class Call:
             self.lse[start:stop] = -inf if self.sinks is None else self.sinks
 
     def _decode(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Several requests of one query each: one gather, one product. None of them is empty."""
-        heads, n, free = self.heads, len(batch.rows), batch.shortest
+        """Requests of one query each, none of them empty: one gather, one product."""
+        heads, n, free = self.heads, batch.size, batch.shortest
         keys, values = batch.k(k), batch.v(v)
-        rows = q.index_select(0, batch.rows).float().mul_(self.scale)
+        rows = batch.read(q).float() * self.scale
         scores = torch.bmm(rows.view(n * heads.kv, heads.ratio, heads.dim), keys.transpose(1, 2))
-        grid = scores.view(n, heads.q, 1, -1)
-        columns = torch.arange(keys.shape[1], device=q.device)
-        self._bend(grid, None if self.slopes is None else (columns - batch.position).abs_())
+        self._bend(scores.view(n, heads.q, 1, -1), batch.distance)
         if batch.blocked is not None:
-            grid[..., free:].masked_fill_(batch.blocked, -inf)
+            scores.view(n, heads.q, -1)[..., free:].masked_fill_(batch.blocked[:, None], -inf)
             # The padding repeats a key that is allowed, but 0 * inf of it would still be NaN.
-            values.view(n, heads.kv, -1, heads.v_dim)[:, :, free:].masked_fill_(batch.blocked.transpose(2, 3), 0)
+            values.view(n, heads.kv, -1, heads.v_dim)[:, :, free:].masked_fill_(batch.blocked[:, None, :, None], 0)
         want_lse = self.lse is not None or self.sinks is not None
         weights, lse = softmax(scores, want_lse=want_lse, may_be_empty=False)
         o = torch.bmm(weights, values).view(n, heads.q, heads.v_dim)
@@ -145,21 +148,17 @@ class Call:
             if self.sinks is not None:
                 lse = add_sink(o, lse, self.sinks)
             if self.lse is not None:
-                self.lse.index_copy_(0, batch.rows, lse)
-        self.out.index_copy_(0, batch.rows, o.to(self.out.dtype))
+                batch.write(self.lse, lse)
+        batch.write(self.out, o)
 
     def _whole(self, request: Request, q: Tensor, k: Tensor, v: Tensor) -> None:
         """A request whose keys are read at once, tile by tile."""
         (chunk,) = request.chunks
-        keys, values = chunk.k(k), chunk.v(v)
         want_lse = self.lse is not None or self.sinks is not None
-        for first, last in request.tiles(self.heads):
-            start, stop = request.row + first, request.row + last
-            tile = self._tile(request, chunk, first, last, q.device)
-            if tile is None:
+        for start, stop, o, lse in self._tiles(request, chunk, q, k, v, want_lse):
+            if o is None:
                 self._nothing(start, stop)
                 continue
-            o, lse = self._attend(tile, request, chunk, q[start:stop], keys, values, want_lse)
             if self.sinks is not None:
                 lse = add_sink(o, lse, self.sinks.view(-1, 1))
             self.out[start:stop].copy_(o.transpose(0, 1))
@@ -168,79 +167,85 @@ class Call:
 
     def _chunked(self, request: Request, q: Tensor, k: Tensor, v: Tensor) -> None:
         """A request whose keys are read chunk by chunk; the partial results are merged as states."""
-        heads = self.heads
-        o = torch.zeros(heads.q, request.lq, heads.v_dim, device=q.device)
+        o = torch.zeros(self.heads.q, request.lq, self.heads.v_dim, device=q.device)
         # A sink is a state of its own: no output, weight exp(sink).
-        lse = torch.full((heads.q, request.lq), -inf, device=q.device)
+        lse = torch.full((self.heads.q, request.lq), -inf, device=q.device)
         if self.sinks is not None:
             lse.copy_(self.sinks.view(-1, 1))
         for chunk in request.chunks:
-            keys, values = chunk.k(k), chunk.v(v)
-            for first, last in request.tiles(heads):
-                tile = self._tile(request, chunk, first, last, q.device)
-                if tile is not None:
-                    rows = q[request.row + first : request.row + last]
-                    part = self._attend(tile, request, chunk, rows, keys, values, want_lse=True)
-                    state = o[:, first:last], lse[:, first:last]
-                    merge_attention_states(*state, *part, out=state[0], lse_out=state[1])
+            for start, stop, *part in self._tiles(request, chunk, q, k, v, want_lse=True):
+                if part[0] is not None:
+                    o_tile, lse_tile = (x[:, start - request.row : stop - request.row] for x in (o, lse))
+                    merge_attention_states(o_tile, lse_tile, *part, out=o_tile, lse_out=lse_tile)
         span = slice(request.row, request.row + request.lq)
         self.out[span].copy_(o.transpose(0, 1))
         if self.lse is not None:
             self.lse[span].copy_(lse.transpose(0, 1))
 
-    def _tile(self, request: Request, chunk: Chunk, first: int, last: int, device: torch.device) -> Tile | None:
-        """The keys of a chunk that queries ``[first, last)`` see; None when there are none."""
-        position = first + request.lk - request.lq
-        start, stop = self.band.keys(position, position + last - first - 1, request.lk)
-        start, stop = max(start, chunk.start), min(stop, chunk.stop)
-        return Tile(last - first, position, start, stop, device) if start < stop else None
+    def _tiles(
+        self, request: Request, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, want_lse: bool
+    ) -> Iterator[tuple[int, int, Tensor | None, Tensor | None]]:
+        """Query rows ``[start, stop)``, output and LSE of each tile; None when it sees no key of the chunk."""
+        keys, values, guarded = chunk.k(k), chunk.v(v), None
+        for first, last in request.tiles(self.heads):
+            rows = request.row + first, request.row + last
+            position = first + request.lk - request.lq
+            start, stop = self.band.keys(position, position + last - first - 1, request.lk)
+            start, stop = max(start, chunk.start), min(stop, chunk.stop)
+            if start >= stop:
+                yield *rows, None, None
+                continue
+            tile = Tile.of(self.band, last - first, position, start, stop, q.device)
+            at = slice(start - chunk.start, stop - chunk.start)
+            scores = self._scores(tile, q[slice(*rows)], keys[:, at])
+            free, seen = self._hide(tile, request, scores.view(self.heads.q, tile.rows, -1))
+            empty = tile.may_be_empty or self.dense
+            weights, lse = softmax(scores, want_lse=want_lse, may_be_empty=empty)
+            if seen is None:
+                o = torch.bmm(weights, values[:, at])
+            else:
+                if guarded is None:  # without a left bound no tile has fewer keys that all its rows see than the first
+                    guarded = Values(values, at.start + free if self.band.left is None else 0)
+                o = guarded.weigh(weights, at.start, free, seen)
+            yield *rows, o.view(self.heads.q, tile.rows, -1), None if lse is None else lse.view(self.heads.q, -1)
 
-    def _attend(
-        self, tile: Tile, request: Request, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, want_lse: bool
-    ) -> tuple[Tensor, Any]:
-        """Output ``[Hq, R, Dv]`` and, when wanted, LSE ``[Hq, R]`` of one tile, without the sink."""
-        heads = self.heads
-        span = slice(tile.start - chunk.start, tile.stop - chunk.start)
-        k, v = k[:, span], v[:, span]
-        rows = (q.float() * self.scale).transpose(0, 1).reshape(heads.kv, -1, heads.dim)
-        scores = torch.bmm(rows, k.transpose(1, 2))
-        grid = scores.view(heads.q, tile.rows, -1)
-        self._bend(grid, None if self.slopes is None else tile.distance())
-        free, blocked = tile.blocked(self.band)
-        if self.mask is not None or self.bias is not None:
-            free, blocked = 0, self._dense(tile, request, grid, free, blocked)
-        if blocked is not None:
-            grid[..., free:].masked_fill_(blocked, -inf)
-        dense = self.mask is not None or self.bias is not None
-        weights, lse = softmax(scores, want_lse=want_lse, may_be_empty=dense or tile.may_be_empty(self.band))
-        guarded = blocked is not None and self.poison
-        o = weigh(weights, v, free, blocked) if guarded else torch.bmm(weights, v)
-        return o.view(heads.q, tile.rows, -1), None if lse is None else lse.view(heads.q, -1)
+    def _scores(self, tile: Tile, q: Tensor, keys: Tensor) -> Tensor:
+        """Scores of all keys, hidden ones included, ``[Hkv, ratio * R, C]``."""
+        rows = (q.float() * self.scale).transpose(0, 1).reshape(self.heads.kv, -1, self.heads.dim)
+        scores = torch.bmm(rows, keys.transpose(1, 2))
+        self._bend(scores.view(self.heads.q, tile.rows, -1), tile.distance)
+        return scores
 
-    def _bend(self, grid: Tensor, distance: Tensor | None) -> None:
+    def _bend(self, grid: Tensor, distance: Callable[[], Tensor]) -> None:
         """Softcap and ALiBi on scores ``[..., Hq, R, C]``, in place."""
         if self.softcap > 0:
             grid.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes is not None:
-            grid.addcmul_(self.slopes.view(-1, 1, 1), distance, value=-1)
+            grid.addcmul_(self.slopes.view(-1, 1, 1), distance(), value=-1)
 
-    def _dense(self, tile: Tile, request: Request, grid: Tensor, free: int, blocked: Tensor | None) -> Tensor:
-        """Add the bias to scores ``[Hq, R, C]`` in place; returns all that is blocked, ``[1 or Hq, R, C]``."""
+    def _hide(self, tile: Tile, request: Request, grid: Tensor) -> tuple[int, Tensor | None]:
+        """Add the bias and hide what is not allowed in scores ``[Hq, R, C]``, in place.
 
-        def cells(x: Tensor) -> Tensor:
-            """The tile's cells of a mask or bias, ``[1 or Hq, R, C]``."""
-            mine = x[..., request.cell : request.cell + request.lq * request.lk].unflatten(-1, (request.lq, request.lk))
-            first = tile.position - request.lk + request.lq
-            mine = mine[..., first : first + tile.rows, tile.start : tile.stop]
-            return mine if mine.dim() == 3 else mine[None]
-
-        total = torch.zeros(1, *grid.shape[1:], dtype=torch.bool, device=grid.device)
-        if blocked is not None:
-            total[..., free:] = blocked
+        Returns:
+            The number of leading keys that all rows see, and HUGE where a row sees one of the others,
+            ``[R, C - free]`` or ``[Hq, R, C - free]``; None when values need no guard.
+        """
+        if not self.dense:
+            tile.hide(grid)
+            return tile.free, tile.seen(HUGE) if tile.partial and self.poison else None
+        seen = torch.nn.functional.pad(tile.seen(1.0), (tile.free, 0), value=1.0) > 0
         if self.mask is not None:
-            total = total | ~cells(self.mask)
+            seen = seen & _cells(self.mask, tile, request)
         if self.bias is not None:
-            bias = cells(self.bias).float()
+            bias = _cells(self.bias, tile, request).float()
             grid.add_(bias)
-            total = total | (bias == -inf)
-        return total
+            seen = seen & (bias != -inf)
+        grid.masked_fill_(~seen, -inf)
+        return 0, seen.float().mul_(HUGE) if self.poison else None
+
+
+def _cells(x: Tensor, tile: Tile, request: Request) -> Tensor:
+    """The tile's part of a mask or bias, ``[R, C]`` or ``[Hq, R, C]``."""
+    mine = x[..., request.cell : request.cell + request.lq * request.lk].unflatten(-1, (request.lq, request.lk))
+    first = tile.position - request.lk + request.lq
+    return mine[..., first : first + tile.rows, tile.start : tile.stop]

@@ -14,7 +14,6 @@ from hal_torch.rows import Fetch, Grid
 
 SCRATCH = 32 << 20  # bytes of one gather of K or V, and of one score tile
 TILE_ROWS = 128  # query tokens of a tile: short tiles skip more of a causal triangle, long ones multiply faster
-ALONE = 1 << 16  # elements of K from which keys that need no gather are better read in place than batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,30 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Several requests of one query each, padded to one number of keys by repeating the last key."""
+    """Requests of one query each, padded to one number of keys by repeating the last key."""
 
-    rows: Tensor  # int64 [n]
+    size: int
+    rows: slice | Tensor  # query rows; int64 [n] unless consecutive
     shortest: int
-    blocked: Tensor | None  # bool [n, 1, 1, width - shortest], True = padding; None without padding
-    position: Tensor  # float32 [n, 1, 1, 1], of the query, counted from its first key here
+    blocked: Tensor | None  # bool [n, width - shortest], True = padding; None without padding
+    position: Tensor  # float32 [n], of the query, counted from its first key here
     k: Fetch
     v: Fetch
+
+    def read(self, x: Tensor) -> Tensor:
+        """The batch's rows of ``x``."""
+        return x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+
+    def write(self, x: Tensor, values: Tensor) -> None:
+        """Set the batch's rows of ``x``."""
+        if isinstance(self.rows, slice):
+            x[self.rows].copy_(values)
+        else:
+            x.index_copy_(0, self.rows, values.to(x.dtype))
+
+    def distance(self) -> Tensor:
+        """``|j - p|``, float32 ``[n, 1, 1, width]``."""
+        return (torch.arange(self.k.count, device=self.position.device) - self.position[:, None, None, None]).abs_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +132,8 @@ class Scheduler:
         self._cells = np.concatenate([[0], np.cumsum(plan.q_lens * plan.kv_lens)])
 
     def build(self) -> Schedule:
-        """Sort the requests into single ones, batches of decodes and empty ones."""
-        singles: list[Request] = []
+        """Sort the requests into batches of decodes, other ones and empty ones."""
+        requests: list[Request] = []
         decodes: list[tuple[int, int, int]] = []
         empty: list[tuple[int, int]] = []
         rows, q_lens, kv_lens = (
@@ -128,38 +143,27 @@ class Scheduler:
             start, stop = self._band.keys(lk - lq, lk - 1, lk)
             if lq and start == stop:
                 empty.append((row, row + lq))
-            elif lq == 1 and self._batched and not self._large(b, start, stop):
+            elif lq == 1 and self._batched and (stop - start) * self._heads.token_bytes <= SCRATCH:
                 decodes.append((b, start, stop))
             elif lq:
-                singles.append(self._request(b, start, stop))
-        batches = []
-        for group in self._groups(decodes):
-            if len(group) == 1:
-                singles.append(self._request(*group[0]))
-            else:
-                batches.append(self._batch(group))
-        return Schedule(tuple(singles), tuple(batches), tuple(empty))
-
-    def _large(self, b: int, start: int, stop: int) -> bool:
-        """Whether a decode is better served alone: it fills the scratch, or is long and needs no gather."""
-        size = stop - start
-        if size * self._heads.token_bytes > SCRATCH:
-            return True
-        if size * self._heads.kv * self._heads.dim < ALONE:
-            return False
-        address = self._k.addresses(self._table, b, np.arange(start, stop))
-        return bool((np.diff(address, n=2) == 0).all())
+                requests.append(self._request(b, start, stop))
+        batches = tuple(self._batch(sorted(group)) for group in self._groups(decodes))
+        return Schedule(tuple(requests), batches, tuple(empty))
 
     def _groups(self, decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-        """Split by length: a group fits in the scratch and at most half of it is padding."""
+        """Split by length: a group fits in the budget and at most half of it is padding."""
+        # Fresh memory is slow on a CPU, and what fits in its cache need not be read twice from memory.
+        budget = min(SCRATCH, 1 << 20) if self._device.type == "cpu" else SCRATCH
         group: list[tuple[int, int, int]] = []
+        longest = 0
         for item in sorted(decodes, key=lambda d: d[1] - d[2]):  # longest first
-            if group:
-                longest = group[0][2] - group[0][1]
-                full = (len(group) + 1) * longest * self._heads.token_bytes > SCRATCH
-                if full or 2 * (item[2] - item[1]) < longest:
-                    yield group
-                    group = []
+            size = item[2] - item[1]
+            full = (len(group) + 1) * longest * self._heads.token_bytes > budget
+            if group and (full or 2 * size < longest):
+                yield group
+                group = []
+            if not group:
+                longest = size
             group.append(item)
         if group:
             yield group
@@ -186,17 +190,17 @@ class Scheduler:
         width, shortest = int(size.max()), int(size.min())
         column = np.arange(width)
         k, v = self._fetch(b[:, None], np.minimum(start[:, None] + column, stop[:, None] - 1))
-        blocked = column[shortest:] >= size[:, None]
-        position = (self._plan.kv_lens[b] - 1 - start).astype(np.float32)
-
-        def upload(x: Any) -> Tensor:
-            return torch.from_numpy(x).to(self._device)
-
+        rows = self._plan.q_indptr_host[b]
+        first, last = int(rows[0]), int(rows[-1])
         return Batch(
-            rows=upload(self._plan.q_indptr_host[b]),
+            size=len(b),
+            rows=slice(first, last + 1) if last - first == len(b) - 1 else self._upload(rows),
             shortest=shortest,
-            blocked=upload(blocked)[:, None, None] if width > shortest else None,
-            position=upload(position)[:, None, None, None],
+            blocked=self._upload(column[shortest:] >= size[:, None]) if width > shortest else None,
+            position=self._upload((self._plan.kv_lens[b] - 1 - start).astype(np.float32)),
             k=k,
             v=v,
         )
+
+    def _upload(self, x: Any) -> Tensor:
+        return torch.from_numpy(x).to(self._device)

@@ -1,4 +1,4 @@
-"""Tile: a block of query rows of one request against a block of its keys."""
+"""Tile: a block of query rows of one request against a block of its keys, and what is exact about it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,46 @@ from torch import Tensor
 
 from hal_torch.schedule import Band
 
+HUGE = 1e38  # its square is inf in float32
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """R queries from ``position`` on against the C keys ``[start, stop)``; all positions count keys."""
+    """R queries against C keys.
+
+    All rows see the first ``free`` keys. Row r does not see key ``free + c`` when ``c - r >= late``
+    or ``c - r <= early``; None where there is no such limit.
+    """
 
     rows: int
-    position: int
-    start: int
+    position: int  # of the first query, counted in keys of the request
+    start: int  # first key
     stop: int
+    free: int
+    late: int | None
+    early: int | None
+    may_be_empty: bool  # a row may see no key of the tile
     device: torch.device
+
+    @classmethod
+    def of(cls, band: Band, rows: int, position: int, start: int, stop: int, device: torch.device) -> Tile:
+        """Work out which of the keys ``[start, stop)`` the band lets each row see."""
+        free, late, early = stop - start, None, None
+        may_be_empty = False
+        if band.left is not None and position + rows - 1 - band.left > start:
+            free, early = 0, position - band.left - start - 1
+            may_be_empty = early + rows >= stop - start
+        if band.right is not None and position + band.right + 1 < stop:
+            late = position + band.right + 1 - start
+            may_be_empty |= late <= 0
+            free = max(0, min(free, late))
+            late -= free
+        return cls(rows, position, start, stop, free, late, early, may_be_empty, device)
+
+    @property
+    def partial(self) -> bool:
+        """Whether some row does not see some key."""
+        return self.late is not None or self.early is not None
 
     def distance(self) -> Tensor:
         """``|j - p|``, float32 ``[R, C]``."""
@@ -27,23 +57,58 @@ class Tile:
         j = torch.arange(self.start, self.stop, device=self.device)
         return (j - p[:, None]).abs_().float()
 
-    def blocked(self, band: Band) -> tuple[int, Tensor | None]:
-        """Number of leading keys that all rows see, and of the others which are blocked: bool ``[1, R, C - free]``."""
-        width = self.stop - self.start
-        ahead = width if band.right is None else self.position + band.right + 1 - self.start  # free keys of row 0
-        behind = 0 if band.left is None else self.position + self.rows - 1 - band.left - self.start  # lost by the last
-        if behind <= 0 and ahead >= width:
-            return width, None
-        free = 0 if behind > 0 else max(0, ahead)
-        ones = torch.ones(1, self.rows, width - free, dtype=torch.bool, device=self.device)
-        late = ones.triu(ahead - free)
-        return free, late if behind <= 0 else late.logical_or_(ones.tril_(behind - self.rows))
+    def hide(self, grid: Tensor) -> None:
+        """Set the scores ``[..., R, C]`` of keys that a row does not see to -inf, NaN included."""
+        tail = grid[..., self.free :]
+        if self.late is not None:  # zeroing and adding is several times faster than masked_fill_
+            tail.tril_(self.late - 1).add_(self._full(-inf).triu_(self.late))
+        if self.early is not None:
+            tail.triu_(self.early + 1).add_(self._full(-inf).tril_(self.early))
 
-    def may_be_empty(self, band: Band) -> bool:
-        """Whether a row may see no key of the tile."""
-        first_row_late = band.right is not None and self.position + band.right < self.start
-        last_row_past = band.left is not None and self.position + self.rows - 1 - band.left >= self.stop
-        return first_row_late or last_row_past
+    def seen(self, value: float) -> Tensor:
+        """``[R, C - free]``: ``value`` where the row sees the key, else 0."""
+        cells = self._full(value)
+        if self.late is not None:
+            cells.tril_(self.late - 1)
+        return cells if self.early is None else cells.triu_(self.early + 1)
+
+    def _full(self, value: float) -> Tensor:
+        return torch.full((self.rows, self.stop - self.start - self.free), value, device=self.device)
+
+
+class Values:
+    """Values ``[H, C, D]`` whose NaN and Inf must reach only the rows that see them.
+
+    ``0 * NaN`` is NaN: a product with the weights would spread a bad value to rows that give it no
+    weight. So the columns that some row does not see are multiplied without their bad values,
+    which are then added to the rows that see them.
+    """
+
+    def __init__(self, v: Tensor, first: int) -> None:
+        """Guard the columns from ``first`` on."""
+        tail = v[:, first:]
+        self._v, self._first = v, first
+        self._clean = torch.nan_to_num(tail, nan=0.0, posinf=0.0, neginf=0.0)
+        # Marks of +inf and of -inf; a NaN is both.
+        self._marks = torch.where(torch.cat([tail < inf, tail > -inf], -1), 0.0, HUGE)
+
+    def weigh(self, weights: Tensor, start: int, free: int, seen: Tensor) -> Tensor:
+        """Product with weights ``[H, g * R, C]`` for the columns from ``start`` on, of which all rows see ``free``.
+
+        Args:
+            seen: HUGE where a row sees a column, else 0: ``[R, C - free]``, or ``[H * g, R, C - free]``.
+        """
+        rows, columns = seen.shape[-2:]
+        begin = start + free - self._first
+        o = torch.bmm(weights[..., free:], self._clean[:, begin : begin + columns])
+        if free:
+            o.baddbmm_(weights[..., :free], self._v[:, start : start + free])
+        if seen.dim() == 3:
+            seen = seen.reshape(len(o), -1, columns)
+        # HUGE * HUGE is inf, and 0 where nothing bad is seen; inf - inf makes the NaN.
+        plus, minus = torch.matmul(seen, self._marks[:, begin : begin + columns]).chunk(2, -1)
+        o.unflatten(1, (-1, rows)).add_((plus - minus).unflatten(1, (-1, rows)))
+        return o
 
 
 def softmax(scores: Tensor, *, want_lse: bool, may_be_empty: bool) -> tuple[Tensor, Tensor | None]:
@@ -62,29 +127,3 @@ def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     share = torch.sigmoid(lse - sink).masked_fill_(lse == -inf, 0)
     o.mul_(share.unsqueeze(-1))
     return torch.logaddexp(lse, sink.expand_as(lse))
-
-
-def weigh(weights: Tensor, v: Tensor, free: int, blocked: Tensor) -> Tensor:
-    """``weights @ v`` in which a NaN or Inf of a blocked value reaches no row that must not see it.
-
-    Args:
-        weights: ``[H, g * R, C]``, zero where blocked.
-        v: ``[H, C, D]``; all rows see the first ``free`` values.
-        blocked: bool ``[1 or H * g, R, C - free]``.
-    """
-    tail = v[:, free:]
-    o = torch.bmm(weights[..., free:], tail.masked_fill(~tail.isfinite(), 0))
-    if free:
-        o.baddbmm_(weights[..., :free], v[:, :free])
-    # What the finite product left out: count per row the allowed +inf and -inf; a NaN is both.
-    nan = tail.isnan()
-    signs = torch.cat([nan | (tail == inf), nan | (tail == -inf)], -1).float()
-    allowed = (~blocked).float()
-    if len(blocked) > 1:
-        allowed = allowed.view(len(v), -1, tail.shape[1])
-    rows = blocked.shape[-2]
-    plus, minus = (torch.matmul(allowed, signs) > 0).unflatten(1, (-1, rows)).chunk(2, -1)
-    zero = o.new_zeros(())
-    grid = o.unflatten(1, (-1, rows))
-    grid += torch.where(plus, inf, zero) - torch.where(minus, inf, zero)
-    return o
