@@ -64,7 +64,7 @@ class MultipleOf:
     n: int
 
     def admits(self, value: Any) -> bool:
-        return value % self.n == 0
+        return bool(value % self.n == 0)
 
     def __str__(self) -> str:
         return f"a multiple of {self.n}"

@@ -70,8 +70,11 @@ class DType(str, Enum):
     bool = "bool"
 
     # Without these, Enum would print and format as "DType.float32".
-    __str__ = str.__str__
-    __format__ = str.__format__
+    def __str__(self) -> str:
+        return self.value
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value, format_spec)
 
     @property
     def bits(self) -> int:

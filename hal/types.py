@@ -83,8 +83,11 @@ class RefusalCode(str, Enum):
     quarantined = "quarantined"
     contract = "contract"
 
-    __str__ = str.__str__
-    __format__ = str.__format__
+    def __str__(self) -> str:
+        return self.value
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value, format_spec)
 
 
 @dataclass(frozen=True)

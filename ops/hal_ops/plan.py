@@ -84,7 +84,9 @@ class AttentionPlan:
         if self.batch and int(used.max()) > self.columns:
             row = int(used.argmax())
             raise ContractError(
-                "kv_lens", f"at most {self.columns * page} keys (table columns x page)", f"{self.kv_lens[row]} in request {row}"
+                "kv_lens",
+                f"at most {self.columns * page} keys (table columns x page)",
+                f"{self.kv_lens[row]} in request {row}",
             )
         live = np.arange(self.columns)[None, :] < used[:, None]
         bad = live & ((self.block_table_host < 0) | (self.block_table_host >= pages))

@@ -1,0 +1,34 @@
+"""``Array``: a buffer that no framework addresses, or a host array of a dtype that numpy lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hal.dtype import DType
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """A typed, strided view of a device buffer.
+
+    ``strides`` count elements. ``native`` is what the plugin works with; on the host it is a numpy
+    array of the same width (bf16 over uint16, fp8 over uint8) and the same shape and strides.
+    """
+
+    device: str
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    native: Any
+
+    @classmethod
+    def host(cls, bits: Any, dtype: DType | str) -> Array:
+        """Wrap a numpy array of raw bits as an array of ``dtype`` on ``cpu:0``.
+
+        >>> import numpy
+        >>> Array.host(numpy.zeros((2, 3), "uint16"), "bf16").shape
+        (2, 3)
+        """
+        strides = tuple(stride // bits.itemsize for stride in bits.strides)
+        return cls("cpu:0", DType.parse(dtype), tuple(bits.shape), strides, bits)

@@ -1,0 +1,5 @@
+"""``python -m hal.cli``."""
+
+from hal.cli.main import main
+
+main()

@@ -1,0 +1,205 @@
+"""Attention over ragged or paged keys and values: the function form, its validator and its specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from hal import binding
+from hal.errors import ContractError
+from hal.types import DType, OpSpec
+from hal_ops import arrays, compiled, dispatch, validate
+from hal_ops.attention_contract import Facts, Options, validate_call, validate_sizes
+from hal_ops.cache_shape import Layout
+from hal_ops.plan import AttentionPlan, plan_attention
+
+_table = dispatch.Table()
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    q_indptr: Any = None,
+    kv_lens: Any = None,
+    kv_indptr: Any = None,
+    block_table: Any = None,
+    plan: AttentionPlan | None = None,
+    layout: Layout = "NHD",
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    mask: Any = None,
+    bias: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    determinism: Literal["none", "run", "batch"] = "none",
+    kv_slack: Literal["finite", "any"] = "any",
+    check: Literal["none", "meta", "full"] = "meta",
+    device: Any = None,
+) -> Any:
+    """Softmax attention of packed queries over ragged or paged keys and values.
+
+    Query ``i`` of a request with ``Lq`` queries and ``Lk`` keys stands at ``p = i + Lk - Lq``. Key
+    ``j`` is allowed iff ``j < Lk``, ``j <= p`` when causal, ``p - left <= j <= p + right`` for a
+    window, and the mask keeps it. The score is ``scale * (q . k)``, then
+    ``softcap * tanh(s / softcap)``, then ``- slope * |j - p|``, then ``+ bias``. A row without an
+    allowed key gives exactly 0 and an LSE of -inf (with a sink: 0 and the sink).
+
+    Args:
+        q: ``[T, Hq, Dk]`` fp32, fp16 or bf16; requests one after the other.
+        k, v: ragged ``[S, Hkv, Dk]`` and ``[S, Hkv, Dv]``; or paged caches, NHD
+            ``[pages, page, Hkv, D]`` or HND ``[pages, Hkv, page, D]``.
+        q_indptr: int32 ``[B+1]``, cumulative query lengths; None with one request or with ``plan``.
+        kv_lens: int32 ``[B]``, keys per request, the new tokens included (paged).
+        kv_indptr: int32 ``[B+1]``, cumulative key lengths (ragged); None with one request.
+        block_table: int32 ``[B, P]``; entries beyond ``ceil(Lk / page)`` may hold anything.
+        plan: result of ``plan_attention``, made once per step and shared by all layers.
+        scale: factor of the scores; None means ``1 / sqrt(Dk)``.
+        window: ``(left, right)`` inclusive, -1 is open; "W tokens, self included" is ``(W-1, -1)``.
+        alibi_slopes, sinks: float32 ``[Hq]``.
+        mask: bool ``[sum(Lq*Lk)]`` or ``[Hq, sum(Lq*Lk)]``, row-major per request, True keeps.
+        bias: float, shaped like mask; ``-inf`` masks.
+        k_scale, v_scale: factors that dequantise k and v: scalar, ``[Hkv]``, ``[Hkv, D]``, or the
+            shape of the cache without D.
+        out: ``[T, Hq, Dv]``, written and returned.
+        return_lse: also return the natural-log LSE, float32 ``[T, Hq]``, sink included.
+        determinism: ask for repeatable bits per call ("run") or per request ("batch").
+        kv_slack: "finite" promises finite numbers in unused KV; "any" allows NaN there.
+        check: "meta" validates shapes, dtypes, strides and options; "full" also values; "none" nothing.
+
+    Returns:
+        ``out``, or ``(out, lse)``.
+
+    Raises:
+        ContractError: an argument breaks the contract; nothing was written.
+        UnsupportedError: no kernel of the device fits; the reasons are inside.
+
+    Source of the formula: Vaswani et al. 2017; grouped heads: Ainslie et al. 2023; soft capping:
+    Gemma 2 (2024); ALiBi: Press et al. 2021; sinks: Xiao et al. 2023.
+
+    >>> import numpy as np
+    >>> q = np.ones((2, 4, 8), "float32")  # two tokens, four query heads
+    >>> k = v = np.ones((3, 2, 8), "float32")  # three keys, two key/value heads
+    >>> attention(q, k, v).shape
+    (2, 4, 8)
+    """
+    if compiled.active():
+        return compiled.ops.attention(
+            q, k, v, q_indptr, kv_lens, kv_indptr, block_table, plan, layout, scale, causal, window, softcap,
+            alibi_slopes, sinks, mask, bias, k_scale, v_scale, out, out_dtype, return_lse, determinism, kv_slack,
+            device,
+        )  # fmt: skip
+    if plan is None:
+        plan = _plan(q, k, q_indptr, kv_lens, kv_indptr, block_table)
+    key = (
+        arrays.rows(q), arrays.rows(k), arrays.rows(v), layout, plan.bucket, plan.paged, causal, window, softcap, scale,
+        arrays.signature(alibi_slopes), arrays.signature(sinks), _growing(mask), _growing(bias),
+        _scale_key(k_scale), _scale_key(v_scale),
+        out_dtype, return_lse, determinism, kv_slack, check, device, dispatch.default_device(),
+    )  # fmt: skip
+    route = _table.get(key)
+    if route is None:
+        options = Options(
+            layout, scale, causal, window, softcap, alibi_slopes, sinks, mask, bias, k_scale, v_scale,
+            out_dtype, return_lse, determinism, kv_slack, check,
+        )  # fmt: skip
+        route = _table.add(key, _route(q, k, v, plan, options, device))
+    facts: Facts = route.facts
+    if check != "none":
+        validate_sizes(q, k, v, plan, facts, out, mask, bias)
+    total = plan.total_q
+    if out is None:
+        out = arrays.empty(q, (total, *facts.out_shape), facts.out_dtype)
+    lse = arrays.empty(q, (total, facts.out_shape[0]), DType.float32) if return_lse else None
+    if route.wrap is None:
+        route.run(
+            q, k, v, plan, out=out, scale=facts.scale, causal=causal, window=window, softcap=softcap, lse=lse,
+            k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask, bias=bias,
+        )  # fmt: skip
+    else:
+        _run_wrapped(route, q, k, v, plan, out, lse, facts.scale, causal, window, softcap,
+                     k_scale, v_scale, sinks, alibi_slopes, mask, bias)  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _scale_key(x: Any) -> Any:
+    return x if isinstance(x, int | float) else arrays.signature(x)
+
+
+def _growing(x: Any) -> Any:
+    """Signature of an optional array whose size changes at every step: dtype, rank and place only."""
+    if x is None:
+        return None
+    try:
+        return x.dtype, len(x.shape), getattr(x, "device", None)
+    except (AttributeError, TypeError):
+        return type(x)
+
+
+def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_table: Any) -> AttentionPlan:
+    """Plan a call that brought none; one ragged request needs no index arrays."""
+    validate.array("q", q, rank=3)
+    if block_table is None and (q_indptr is None) != (kv_indptr is None):
+        missing = "q_indptr" if q_indptr is None else "kv_indptr"
+        raise ContractError(missing, "both indptr arrays, or neither for one request", "None")
+    if q_indptr is None:
+        q_indptr = [0, q.shape[0]]
+    if block_table is None and kv_indptr is None:
+        kv_indptr = [0, validate.array("k", k, rank=3).shape[0]]
+    return plan_attention(q_indptr=q_indptr, kv_lens=kv_lens, kv_indptr=kv_indptr, block_table=block_table)
+
+
+def _route(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options, device: Any) -> dispatch.Route:
+    wanted, facts = validate_call(q, k, v, plan, o)
+    extras = (o.alibi_slopes, o.sinks, o.mask, o.bias, _array_or_none(o.k_scale), _array_or_none(o.v_scale))
+    return dispatch.route(wanted, q, device, facts, k, v, *extras)
+
+
+def _array_or_none(x: Any) -> Any:
+    return None if isinstance(x, int | float) else x
+
+
+def _run_wrapped(
+    route: dispatch.Route, q: Any, k: Any, v: Any, plan: AttentionPlan, out: Any, lse: Any, scale: float,
+    causal: bool, window: tuple[int, int], softcap: float, k_scale: Any, v_scale: Any, sinks: Any,
+    alibi_slopes: Any, mask: Any, bias: Any,
+) -> None:  # fmt: skip
+    q, k, v, out, lse, sinks, alibi_slopes, mask, bias = route.native(
+        q, k, v, out, lse, sinks, alibi_slopes, mask, bias
+    )
+    k_scale, v_scale = (x if _array_or_none(x) is None else route.native(x)[0] for x in (k_scale, v_scale))
+    route.run(
+        q, k, v, plan, out=out, scale=scale, causal=causal, window=window, softcap=softcap, lse=lse,
+        k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask, bias=bias,
+    )  # fmt: skip
+
+
+def _checked(wanted: OpSpec, device: str, fn: Callable[..., Any], level: str) -> Callable[..., Any]:
+    """Validate before each call of a bound kernel (``hal.bind(..., check=...)``)."""
+    fields = wanted.fields
+    layout = fields.get("layout", "NHD")
+
+    def checked(q: Any, k: Any, v: Any, plan: AttentionPlan, *, out: Any, lse: Any = None, **kw: Any) -> Any:
+        options = Options(
+            layout, kw.get("scale"), kw.get("causal", True), kw.get("window", (-1, -1)), kw.get("softcap", 0.0),
+            kw.get("alibi_slopes"), kw.get("sinks"), kw.get("mask"), kw.get("bias"),
+            kw.get("k_scale"), kw.get("v_scale"),
+            None if out is None else arrays.meta("out", out).dtype, lse is not None,
+            fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
+        )  # fmt: skip
+        _, facts = validate_call(q, k, v, plan, options)
+        validate_sizes(q, k, v, plan, facts, out, kw.get("mask"), kw.get("bias"))
+        return fn(q, k, v, plan, out=out, lse=lse, **kw)
+
+    return checked
+
+
+binding.WRAPPERS["attention"] = _checked

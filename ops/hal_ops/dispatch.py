@@ -1,0 +1,107 @@
+"""The call path of function forms: one dictionary look-up, then the bound kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import hal
+from hal import binding, generation, health, placement, registry
+from hal.errors import ContractError, HalError
+from hal.types import Bound, OpSpec
+from hal_ops import arrays
+
+LIMIT = 4096  # signatures kept per operator; a program that has more is not repeating itself
+
+
+class Route:
+    """Where calls of one signature go: the slot, its device, and how to make arrays native (None: they are)."""
+
+    __slots__ = ("bound", "device", "facts", "wrap")
+
+    def __init__(self, bound: Bound, device: str, wrap: Callable[[Any], Any] | None, facts: Any) -> None:
+        self.bound = bound
+        self.device = device
+        self.wrap = wrap
+        self.facts = facts
+
+    def native(self, *values: Any) -> tuple[Any, ...]:
+        """Return arrays as the kernel takes them."""
+        wrap = self.wrap
+        return values if wrap is None else tuple(None if x is None else wrap(x) for x in values)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel; let the next candidate serve where it refuses before any side effect."""
+        if health._pending:
+            health.raise_pending(self.device)
+        while True:
+            bound = self.bound
+            kernel, spec = bound.kernel, bound.record.requested
+            try:
+                return bound.fn(*args, **kwargs)
+            except HalError as error:
+                if not kernel or not health.observe(self.device, kernel, spec, error):
+                    raise
+
+
+class Table:
+    """Signature -> route, for one operator. Readers take no lock; a change of the world empties it."""
+
+    def __init__(self) -> None:
+        self._routes: dict[Hashable, Route] = {}
+        generation.on_change(self._clear)
+
+    def get(self, key: Hashable) -> Route | None:
+        return self._routes.get(key)
+
+    def add(self, key: Hashable, route: Route) -> Route:
+        with generation.lock:
+            kept = self._routes if len(self._routes) < LIMIT else {}
+            self._routes = {**kept, key: route}  # copy on write
+        return route
+
+    def _clear(self) -> None:
+        self._routes = {}
+
+
+def route(spec: OpSpec, sample: Any, device: Any, facts: Any = None, *others: Any) -> Route:
+    """Bind a specification for the device that an array (or ``device=``) names.
+
+    Args:
+        sample: the array whose own device decides where nothing else does.
+        facts: what the operator wants to remember with the route.
+        others: further arrays, to learn whether the kernel takes this kind as it is.
+
+    Raises:
+        ContractError: unknown device, or one that cannot reach the array's memory.
+        UnsupportedError: no kernel fits.
+    """
+    target = registry.resolve(placement.place(sample, device))
+    if target.available:
+        reachable(sample, target)
+    bound = binding.lookup(spec, target.id)
+    memory = registry.find_memory(target.id)
+    present = [x for x in (sample, *others) if x is not None]
+    wrap = None if memory is None or all(memory.wrap(x) is x for x in present) else memory.wrap
+    return Route(bound, target.id, wrap, facts)
+
+
+def reachable(sample: Any, target: hal.Device) -> None:
+    """Refuse a device that cannot work on the array where it lies: nothing is staged behind the caller's back."""
+    described = arrays.meta("q", sample)
+    if described.device == "host":
+        fits = "host_visible" in target.features or target.tensor_device == "cpu"
+    elif isinstance(sample, hal.Array):
+        fits = sample.device == target.id
+    else:
+        fits = (
+            str(described.device) == target.tensor_device
+            or f"{described.device}".removesuffix(":0") == target.tensor_device
+        )
+    if not fits:
+        raise ContractError("device", f"a device that reaches memory of {described.device}", target.id)
+
+
+def default_device() -> str | None:
+    """Return the device that ``hal.use`` set for this thread or task, part of every signature."""
+    return placement._default.get()

@@ -1,0 +1,163 @@
+"""Moving requests between KV caches of different formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hal.errors import ContractError
+from hal.types import Event
+from hal_ops import arrays, dispatch, validate
+from hal_ops.kv import check_table
+from hal_ops.kv_format import Component, KVCacheFormat
+from hal_ops.spec import spec
+
+
+def kv_convert(
+    src: Sequence[Any],
+    src_format: KVCacheFormat,
+    dst: Sequence[Any],
+    dst_format: KVCacheFormat,
+    *,
+    src_table: Any,
+    dst_table: Any,
+    kv_lens: Any,
+    src_scales: Mapping[str, Any] | None = None,
+    dst_scales: Mapping[str, Any] | None = None,
+    compute_scales: bool = False,
+    lossy: bool = False,
+    wait: Sequence[Event] = (),
+    record: bool = False,
+    device: Any = None,
+) -> Event | None:
+    """Copy requests from caches of one format into caches of another.
+
+    Layout, page size, dtype, K/V split and the order of axes may differ; last pages may be partial.
+    Where the dtypes agree the bytes are copied exactly.
+
+    Args:
+        src, dst: arrays, one per layer and component: for each layer of ``layer_ids``, for each component.
+        src_format, dst_format: what the arrays mean; never guessed from their shapes.
+        src_table, dst_table: int32 ``[B, P]`` page ids of each side.
+        kv_lens: int32 ``[B]``, tokens per request.
+        lossy: allow a dtype that cannot hold every value of the source's.
+        src_scales, dst_scales, compute_scales: of quantised formats.
+        wait, record: as for ``kv_write``.
+
+    Raises:
+        ContractError: formats that hold different layers, heads or dims, tables or lengths out of
+            range, a lossy change without ``lossy``; nothing was written.
+        UnsupportedError: no kernel of the device fits.
+
+    >>> import numpy as np
+    >>> nhd = KVCacheFormat.nhd(dtype="fp32", page_tokens=2, kv_heads=1, head_dim=1)
+    >>> hnd = KVCacheFormat.hnd(dtype="fp32", page_tokens=4, kv_heads=1, head_dim=1)
+    >>> src = [np.arange(6, dtype="float32").reshape(3, 2, 1, 1) for _ in "kv"]
+    >>> dst = [np.zeros((1, 1, 4, 1), "float32") for _ in "kv"]
+    >>> table = np.array([[2, 0]], "int32"), np.array([[0]], "int32")
+    >>> kv_convert(src, nhd, dst, hnd, src_table=table[0], dst_table=table[1], kv_lens=np.array([3], "int32"))
+    >>> dst[0].ravel().tolist()
+    [4.0, 5.0, 0.0, 0.0]
+    """
+    _check_formats(src_format, dst_format, lossy)
+    src, dst = tuple(src), tuple(dst)
+    src_pages = _check_arrays("src", src, src_format)
+    dst_pages = _check_arrays("dst", dst, dst_format)
+    check_table("src_table", src_table, "kv_lens", kv_lens, src_pages, src_format.page_tokens)
+    check_table("dst_table", dst_table, "kv_lens", kv_lens, dst_pages, dst_format.page_tokens)
+    _check_writes(dst, src, dst_table, kv_lens, dst_format.page_tokens)
+    first, second = src_format.components[0], dst_format.components[0]
+    opaque = any(part.opaque for part in (*src_format.components, *dst_format.components))
+    wanted = spec(
+        "kv_convert",
+        src_dtype=first.storage_dtype,
+        dst_dtype=second.storage_dtype,
+        src_layout=src_format.name,
+        dst_layout=dst_format.name,
+        features=_features(lossy, src_scales or dst_scales, compute_scales, opaque),
+    )
+    route = dispatch.route(wanted, dst[0], device, None, *src, *dst[1:])
+    event: Event | None = route.run(
+        route.native(*src), src_format, route.native(*dst), dst_format,
+        src_table=route.native(src_table)[0], dst_table=route.native(dst_table)[0], kv_lens=route.native(kv_lens)[0],
+        src_scales=src_scales, dst_scales=dst_scales, compute_scales=compute_scales, lossy=lossy,
+        wait=wait, record=record,
+    )  # fmt: skip
+    return event
+
+
+def _features(lossy: bool, scales: Any, compute_scales: bool, opaque: bool) -> set[str]:
+    flags = {"lossy": lossy, "scales": bool(scales), "compute_scales": compute_scales, "opaque": opaque}
+    return {name for name, used in flags.items() if used}
+
+
+def _check_formats(src: KVCacheFormat, dst: KVCacheFormat, lossy: bool) -> None:
+    for name, value in (("src_format", src), ("dst_format", dst)):
+        if not isinstance(value, KVCacheFormat):
+            raise ContractError(name, "a KVCacheFormat", type(value).__name__)
+    for field in ("layer_ids", "total_kv_heads", "head_start", "head_count", "compress_ratio"):
+        validate.same("dst_format", field, getattr(src, field), getattr(dst, field))
+    ours, theirs = _dims(src), _dims(dst)
+    validate.same("dst_format", "head dims per part", ours, theirs)
+    pairs = {(a.storage_dtype, b.storage_dtype) for a in src.components for b in dst.components}
+    narrowing = [pair for pair in pairs if not _holds(*pair)]
+    if narrowing and not lossy:
+        before, after = narrowing[0]
+        raise ContractError("lossy", f"True for {before} to {after}, which loses values", "False")
+
+
+def _dims(value: KVCacheFormat) -> dict[str, int]:
+    """Head dims by part, the K and V of a packed component counted apart."""
+    dims: dict[str, int] = {}
+    for component in value.components:
+        names = ("k", "v") if component.name == "kv" else (component.name,)
+        dims |= dict.fromkeys(names, component.head_dim)
+    return dims
+
+
+_EXACT = {"float16": {"float16", "float32"}, "bfloat16": {"bfloat16", "float32"}}
+
+
+def _holds(before: str, after: str) -> bool:
+    """Whether the dtype ``after`` holds every value of ``before``."""
+    return before == after or after in _EXACT.get(before, ())
+
+
+def _check_arrays(name: str, caches: tuple[Any, ...], form: KVCacheFormat) -> int:
+    expected = len(form.layer_ids) * len(form.components)
+    if len(caches) != expected:
+        raise ContractError(name, f"{expected} arrays (layers x components)", f"{len(caches)} arrays")
+    pages = []
+    for place, cache in enumerate(caches):
+        component = form.components[place % len(form.components)]
+        label = f"{name}[{place}]"
+        described = validate.array(label, cache, dtypes=(component.storage_dtype,), dense_last=False)
+        count = _pages(label, component, described.shape)
+        validate.shape(label, described, form.shape(component, count))
+        pages.append(count)
+    return min(pages)
+
+
+def _pages(label: str, component: Component, shape: tuple[int, ...]) -> int:
+    """Return the size of the page axis; the other sizes are checked against the format afterwards."""
+    axes = [factor.axis for factor in component.order]
+    if len(shape) != len(axes):
+        raise ContractError(label, f"{len(axes)} dimensions, {' '.join(axes)}", f"shape {list(shape)}")
+    return shape[axes.index("B")]
+
+
+def _check_writes(dst: tuple[Any, ...], src: tuple[Any, ...], dst_table: Any, kv_lens: Any, page: int) -> None:
+    """Refuse destinations that read-only, shared or written twice would make depend on luck."""
+    import numpy as np
+
+    for place, cache in enumerate(dst):
+        label = f"dst[{place}]"
+        validate.writable(label, cache, arrays.meta(label, cache))
+        if any(cache is other or validate.overlap(cache, other) for other in src):
+            raise ContractError(label, "memory apart from src", "memory shared with src")
+    table = arrays.index_host("dst_table", dst_table, rank=2)
+    used = -(-arrays.index_host("kv_lens", kv_lens, rank=1).astype(np.int64) // page)
+    live = table[np.arange(table.shape[1])[None, :] < used[:, None]]
+    pages, counts = np.unique(live, return_counts=True)
+    if (counts > 1).any():
+        raise ContractError("dst_table", "each destination page once", f"page {pages[counts > 1][0]} several times")
