@@ -122,16 +122,21 @@ def inline(text: str) -> str:
 
 def cli_page() -> str:
     """The text of cli.md."""
-    from hal.cli import main
+    from hal.cli.main import cli
 
-    context = click.Context(main, info_name="hal", color=False)
-    parts = [CLI_HEAD, help_block(main, context)]
-    for name in sorted(main.list_commands(context)):
-        command = main.get_command(context, name)
-        assert command is not None, name
-        parts.append(f"## hal {name}\n")
-        parts.append(help_block(command, click.Context(command, info_name=name, parent=context, color=False)))
-    return "\n".join(parts)
+    return "\n".join([CLI_HEAD, *command_sections(cli, click.Context(cli, info_name="hal", color=False))])
+
+
+def command_sections(command: click.Command, context: click.Context) -> Iterator[str]:
+    """The help of one command and of those below it."""
+    if context.parent is not None:
+        yield f"## {context.command_path}\n"
+    yield help_block(command, context)
+    if isinstance(command, click.Group):
+        for name in sorted(command.list_commands(context)):
+            below = command.get_command(context, name)
+            assert below is not None, name
+            yield from command_sections(below, click.Context(below, info_name=name, parent=context, color=False))
 
 
 def help_block(command: click.Command, context: click.Context) -> str:

@@ -95,3 +95,9 @@ def test_relative_links_resolve(page: Path) -> None:
     targets = [target.split("#")[0] for target in LINK.findall(page.read_text()) if "://" not in target]
     broken = [target for target in targets if target and not (page.parent / target).exists()]
     assert not broken
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/structure.md"])
+def test_named_files_exist(page: str) -> None:
+    named = set(re.findall(r"`((?:hal|ops|backends|serving|docs|tests)/[\w./-]+)`", (ROOT / page).read_text()))
+    assert named and not [path for path in named if not (ROOT / path).exists()]
