@@ -70,6 +70,8 @@ def placed(name: str, prefill: str = CPU, decode: str = CPU) -> tuple[Any, Any]:
     try:
         return model, use_hal(model, prefill=prefill, decode=decode)
     except hal.UnsupportedError as error:
+        if {prefill, decode} == {CPU}:
+            raise  # cpu:0 takes every model
         pytest.skip(f"refused: {error}")
 
 
@@ -153,8 +155,8 @@ def test_chat_continues_on_the_same_cache(name: str, prefill: str, decode: str) 
     theirs = transformers.DynamicCache(config=stock(name).config)
     ids, other = prompt(9), prompt(9)
     for turn in range(3):
-        ids = generated(model, input_ids=ids, past_key_values=cache, max_new_tokens=6)
-        other = generated(stock(name), input_ids=other, past_key_values=theirs, max_new_tokens=6)
+        ids = generated(model, input_ids=ids, cache=cache, max_new_tokens=6)
+        other = generated(stock(name), input_ids=other, cache=theirs, max_new_tokens=6)
         assert torch.equal(ids, other)
         more = prompt(5, seed=20 + turn)
         ids, other = torch.cat([ids, more], 1), torch.cat([other, more], 1)
@@ -181,7 +183,7 @@ def test_a_cache_of_transformers_works(name: str) -> None:
     model, _ = placed(name)
     options = left_padded()
     cache = transformers.DynamicCache(config=model.config)
-    assert torch.equal(generated(model, **options, past_key_values=cache), generated(stock(name), **options))
+    assert torch.equal(generated(model, **options, cache=cache), generated(stock(name), **options))
     assert cache.get_seq_length() == 21
 
 
@@ -189,7 +191,7 @@ def test_a_plain_forward_makes_a_cache_of_ours() -> None:
     model, handle = placed("llama", CPU, CPU)
     ids = prompt(6)
     first = model(ids)
-    second = model(ids[:, :1], past_key_values=first.cache)
+    second = model(ids[:, :1], cache=first.cache)
     expected = stock("llama")(torch.cat([ids, ids[:, :1]], 1)).logits
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected, **TOLERANCE)
     assert handle.kv_bytes_moved > 0

@@ -27,6 +27,9 @@ class Step:
     rows: torch.Tensor | None = None  # int64 [T], which of the batch * columns tokens are real; None: all
     sizes: tuple[int, int, int] = (0, 0, 0)  # batch, longest query, longest key sequence
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        return Step(0)  # caches are copied between forwards
+
 
 class PagedLayer(CacheLayerMixin):
     """One layer's view of a ``PagedCache``. New K and V wait here for the attention function, which knows the mask."""

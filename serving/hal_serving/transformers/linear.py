@@ -48,7 +48,7 @@ class HalLinear(nn.Module):
         forward = roles.current()
         device = None if forward is None else forward.role.device
         packed = self._packed.get(device) or self._pack(device)
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()
         out = hal_ops.gemm(rows, packed, bias=self.bias, device=device)
         if forward is not None and forward.role.first((packed.kernel, packed.shape, self.scheme, len(rows), x.dtype)):
             forward.role.note(self.gemm_spec(x.dtype, len(rows), packed.kernel))

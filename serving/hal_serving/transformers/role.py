@@ -27,6 +27,9 @@ class Role:
         self._seen: set[Any] = set()
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Role:
+        return self  # a copy of a cache (a shared prompt prefix) runs where the original runs
+
     def first(self, key: Any) -> bool:
         """Whether ``key`` comes up for the first time; a cheap guard before a specification is built and noted."""
         if key in self._seen:
@@ -98,7 +101,7 @@ class Placement:
             self.kv_bytes_moved += payload
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self  # copies of a cache (a shared prompt prefix) run where the original runs
+        return self
 
 
 @dataclass
