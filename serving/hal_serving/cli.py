@@ -23,6 +23,7 @@ from hal.errors import ContractError, HalError, UnsupportedError
 from hal_serving.errors import DeviceError, ModelError
 
 if TYPE_CHECKING:
+    from hal_serving.gguf import GGUFFile
     from hal_serving.run import Generation, Session
 
 DEFAULT_PROMPT = "The capital of France is"
@@ -77,11 +78,11 @@ def run(prompt: str | None, prompt_file: str | None, debug: bool, **options: Any
 
 def _run(options: Options) -> None:
     from hal_serving.devices import pick_devices
-    from hal_serving.source import find_model
+    from hal_serving.source import open_model
 
-    find_model(options.model)  # what is wrong with the arguments shows before anything heavy is imported
+    source = open_model(options.model)  # what is wrong with the arguments shows before anything heavy is imported
     prefill, decode = pick_devices(options.dtype, options.prefill, options.decode)
-    session = _load(options, prefill, decode)
+    session = _load(source, options.dtype, prefill, decode)
     ids = session.encode(options.prompt, chat=options.chat)
     if options.as_json:
         done = _generate(session, ids, options)
@@ -102,7 +103,7 @@ def _run(options: Options) -> None:
         sys.exit(CHECK_FAILED)
 
 
-def _load(options: Options, prefill: str, decode: str) -> Session:
+def _load(source: GGUFFile | Path, dtype: str, prefill: str, decode: str) -> Session:
     from hal_serving.report import loading
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are local; nothing may wait for a network
@@ -114,7 +115,7 @@ def _load(options: Options, prefill: str, decode: str) -> Session:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        return open_session(options.model, dtype=options.dtype, prefill=prefill, decode=decode, progress=progress)
+        return open_session(source, dtype=dtype, prefill=prefill, decode=decode, progress=progress)
 
 
 def _generate(session: Session, ids: list[int], options: Options) -> Generation:
@@ -159,11 +160,16 @@ def _json(session: Session, done: Generation, equal: bool | None) -> dict[str, A
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt's text. One newline at the end of a file belongs to the file, not to the prompt."""
-    if prompt_file is None:
-        return DEFAULT_PROMPT if prompt is None else prompt
-    if prompt is not None:
+    if prompt is not None and prompt_file is not None:
         raise click.UsageError("give PROMPT or --prompt-file, not both")
+    text = _read(prompt_file) if prompt_file is not None else DEFAULT_PROMPT if prompt is None else prompt
+    if not text.strip():
+        raise ModelError("the prompt is empty")
+    return text
+
+
+def _read(prompt_file: str) -> str:
+    """The text of a prompt file. One newline at its end belongs to the file, not to the prompt."""
     try:
         raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
         return raw.decode().removesuffix("\n").removesuffix("\r")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _STEPS = {
     "libraries": "loading transformers and torch",
-    "reading": "reading the model",
     "weights": "placing weights",
     "tokenizer": "building the tokenizer",
     "kernels": "binding kernels, packing weights",

