@@ -180,7 +180,8 @@ class Component:
         require(len(self.strides) == len(self.order), "strides", f"one per factor ({len(self.order)})", self.strides)
         require(self.page_pad == 0, "page_pad", "0 with explicit strides", self.page_pad)
         extent = 1  # of the factors seen so far, from the smallest stride on
-        for stride, factor in sorted(zip(self.strides, self.order, strict=True), key=lambda pair: pair[0]):
+        by_stride = sorted(zip(self.strides, self.order, strict=True), key=lambda pair: (pair[0], pair[1].axis == "B"))
+        for stride, factor in by_stride:
             if factor.size == 1:
                 continue
             require(stride >= extent, "strides", "no two elements at one place", self.strides)

@@ -201,7 +201,7 @@ def kv_convert(
         source = src[_tensor(src_format, layer, name)]
         result, dtype = results[_tensor(dst_format, layer, name)], dtype_of(dst[_tensor(dst_format, layer, name)])
         scales = [None if s is None or name not in s else as_float64(s[name]) for s in (src_scales, dst_scales)]
-        verbatim = scales == [None, None] and dtype_of(source) is dtype
+        verbatim = all(scale is None for scale in scales) and dtype_of(source) is dtype
         stored = storage(source) if verbatim else as_float64(source)
         shapes = logical_shape(stored, src_format, name), logical_shape(result, dst_format, name)
         for b, length in enumerate(int(n) for n in kv_lens):

@@ -10,6 +10,7 @@ import numpy as np
 from hal_ops.reference.values import Floats, as_float64
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None) -> Floats | tuple[Floats, Floats]:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
 
@@ -29,6 +30,7 @@ def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None) -> Floats
     return out if residual is None else (out, total)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def rope(q: Any, k: Any, positions: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> tuple[Floats, Floats]:
     """Rotate pairs of q ``[T,Hq,D]`` and k ``[T,Hkv,D]`` by the angle of their position (Su et al. 2021).
 
@@ -53,6 +55,7 @@ def rope(q: Any, k: Any, positions: Any, cos: Any, sin: Any, *, interleaved: boo
     return rotated[0], rotated[1]
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def silu_mul(x: Any) -> Floats:
     """``silu(x[..., :d]) * x[..., d:]`` (Shazeer 2020), ``[...,2d]`` to ``[...,d]``.
 
@@ -62,8 +65,7 @@ def silu_mul(x: Any) -> Floats:
     x = as_float64(x)
     half = x.shape[-1] // 2
     out = np.empty((*x.shape[:-1], half))
-    with np.errstate(over="ignore", invalid="ignore"):
-        for *lead, d in np.ndindex(out.shape):
-            gate = x[(*lead, d)]
-            out[(*lead, d)] = gate / (1 + np.exp(-gate)) * x[(*lead, half + d)]
+    for *lead, d in np.ndindex(out.shape):
+        gate = x[(*lead, d)]
+        out[(*lead, d)] = gate / (1 + np.exp(-gate)) * x[(*lead, half + d)]
     return out

@@ -9,6 +9,7 @@ import numpy as np
 from hal_ops.reference.values import Floats, as_float64
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def rms_norm_blocked(x: Any, weight: Any, eps: float, *, residual: Any = None) -> Floats | tuple[Floats, Floats]:
     """``reference.rms_norm`` through the dot product of each row with itself."""
     total = as_float64(x) if residual is None else as_float64(x) + as_float64(residual)
@@ -17,6 +18,7 @@ def rms_norm_blocked(x: Any, weight: Any, eps: float, *, residual: Any = None) -
     return out if residual is None else (out, total)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def rope_blocked(
     q: Any, k: Any, positions: Any, cos: Any, sin: Any, *, interleaved: bool = False
 ) -> tuple[Floats, Floats]:
@@ -37,6 +39,7 @@ def rope_blocked(
     return rotated(as_float64(q)), rotated(as_float64(k))
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def silu_mul_blocked(x: Any) -> Floats:
     """``reference.silu_mul`` through ``silu(x) = x * (1 + tanh(x/2)) / 2``."""
     gate, up = np.split(as_float64(x), 2, axis=-1)

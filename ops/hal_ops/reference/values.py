@@ -37,9 +37,10 @@ def as_float64(x: Any) -> Floats:
     """
     if hasattr(x, "native"):
         return decode(storage(x), dtype_of(x))
-    return np.asarray(x).astype(np.float64)
+    return decode(np.asarray(x), dtype_of(x) if hasattr(x, "dtype") else DType.float64)
 
 
+@np.errstate(invalid="ignore")  # a signalling NaN is data here
 def decode(stored: NDArray[Any], dtype: DType) -> Floats:
     """Value of stored elements; bf16 lies in ``uint16``, fp8 in ``uint8``.
 
