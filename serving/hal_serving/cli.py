@@ -6,11 +6,11 @@ Exit codes: 0 done, 1 the tokens differ from transformers' own, 2 bad arguments,
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hal import config
 from hal.errors import ContractError, HalError, UnsupportedError
 from hal_serving.errors import DeviceError, ModelError
 
@@ -72,7 +73,7 @@ def run(prompt: str | None, prompt_file: str | None, debug: bool, **options: Any
 
     Every attention, linear layer and KV move goes through HAL's operators.
     """
-    with _exit_codes(debug or bool(os.environ.get("HAL_TRACE"))):
+    with _exit_codes(debug or config.load().trace):
         _run(Options(prompt=_prompt(prompt, prompt_file), **options))
 
 
@@ -181,17 +182,17 @@ def _read(prompt_file: str) -> str:
 
 @contextmanager
 def _exit_codes(debug: bool) -> Iterator[None]:
-    """Turn every exception into one line on stderr and an exit code; with ``debug`` let it through."""
+    """Turn every exception into one line on stderr and an exit code; with ``debug`` the traceback comes first."""
     try:
         yield
-    except click.ClickException:
+    except (click.ClickException, BrokenPipeError):
         raise
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
-            raise
+        if debug:
+            traceback.print_exc()
         click.echo(f"hal run: {_line(error)}", err=True)
         sys.exit(_code(error))
 

@@ -126,7 +126,7 @@ class Session:
         done = Generation(prompt_tokens=len(prompt_ids), stopped="length" if max_tokens <= room else "context")
         budget = min(max_tokens, room)
         choose = _chooser(temperature, seed)
-        stream = _TextStream(self.tokenizer, on_text)
+        stream = TextStream(self.tokenizer, on_text)
         moved = self._handle.kv_bytes_moved
         cache = self._handle.cache(batch=1, max_len=len(prompt_ids) + budget)
         ids = torch.tensor([list(prompt_ids)])
@@ -175,7 +175,7 @@ class Session:
         return set(ids) if isinstance(ids, list) else {ids} - {None}
 
 
-class _TextStream:
+class TextStream:
     """Turns token ids into text as they come, holding back characters that are not complete yet."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
