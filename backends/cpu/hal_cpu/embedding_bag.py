@@ -22,6 +22,7 @@ from hal_torch.gemm import finish
 
 NAME = "cpu.embedding_bag"
 _ROWS_BY_BAG = 8  # above that many rows of A, decoding the weights once and a real matrix product win
+_CENTRE = {4: 8, 8: 128}
 _PANELS = (192, 96, 64)  # columns that FBGEMM accumulates in registers; other widths were slower
 
 
@@ -30,33 +31,26 @@ def prepack(weight: Tensor, *, scheme: Scheme, shape: tuple[int, int], trans_b: 
 
     Parts, for ``N`` padded to panels of ``P`` columns and ``G`` = K/32 groups: the table uint8
     ``[panels*K, P*bits/8 + tail]``, d fp16 ``[panels, G, P]`` and, for q4_1, z fp32 ``[G, panels*P]``.
-    Columns 2i and 2i+1 of a 4-bit row, one byte, are columns i and P/2+i of its panel.
     """
-    blocks = gguf.as_blocks(weight, scheme, shape)
-    n, k = shape
-    width = _panel(n)
-    panels = -(-n // width)
-    codes, scale, minimum = gguf.split(blocks, scheme)
-    table = _table(codes.flatten(1), panels, width, scheme.bits)
-    order = _columns(panels, width, scheme.bits)
-    d = _padded(scale.squeeze(-1), panels * width)[order]
-    if minimum is None:
-        z = None
-    else:
-        z = _padded(minimum.squeeze(-1), panels * width)[order].float() + 8 * d.float()
-        z = z.T.contiguous()
-    d = d.view(panels, width, -1).transpose(1, 2).contiguous()
-    return PackedWeight(NAME, scheme, shape, (table, d, z))
+    width = _panel(shape[0])
+    panels = -(-shape[0] // width)
+    codes, scale, minimum = gguf.split(gguf.as_blocks(weight, scheme, shape), scheme)
+    table = _table(_padded(codes.flatten(1), panels * width).unflatten(0, (panels, width)), scheme.bits)
+    d = _padded(scale.squeeze(-1), panels * width)
+    zero = None
+    if minimum is not None:
+        zero = _padded(minimum.squeeze(-1), panels * width).float().add_(d, alpha=_CENTRE[4]).T.contiguous()
+    d = d.unflatten(0, (panels, width)).mT.contiguous()
+    return PackedWeight(NAME, scheme, shape, (table, d, zero))
 
 
 def gemm(a: Tensor, b: PackedWeight, *, out: Tensor, trans_a: bool = False, **epilogue: Any) -> None:
     """``a [..., M, K] @ w.T`` into ``out``, see the module."""
     n, k = b.shape
-    x = (a.mT if trans_a else a).float()
-    lead = x.shape[:-1]
-    x = x.reshape(-1, k)
+    a = a.mT if trans_a else a
+    x = a.float().reshape(-1, k)
     multiply = _by_bags if len(x) <= _ROWS_BY_BAG else _by_panels
-    finish(multiply(x, b)[:, :n].unflatten(0, lead), out, **epilogue)
+    finish(multiply(x, b)[:, :n].view(*a.shape[:-1], n), out, **epilogue)
 
 
 def _by_bags(x: Tensor, b: PackedWeight) -> Tensor:
@@ -66,76 +60,53 @@ def _by_bags(x: Tensor, b: PackedWeight) -> Tensor:
     indices, offsets = _bags(len(table))
     bag = _operator(b.scheme.bits)
     d = scale.float()
-    y = torch.empty(len(x), panels, width)
-    for row, result in zip(x, y, strict=True):
-        weights = row.expand(panels, -1).reshape(-1)
+    rows = []
+    for m in range(len(x)):
+        weights = x[m].expand(panels, -1).reshape(-1)
         sums = bag(table, indices, offsets, False, 0, False, weights, None, False)
-        torch.linalg.vecdot(sums.view(panels, groups, width), d, dim=1, out=result)
-    y = y.flatten(1)
+        rows.append(sums.view(panels, groups, width).mul_(d).sum(1).view(1, -1))
+    y = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else x.new_empty(0, panels * width)
     if zero is not None:
-        y.addmm_(x.unflatten(1, (groups, gguf.GROUP)).sum(-1), zero)
-    return y if b.scheme.bits == 8 else _natural(y, panels)
+        y.addmm_(x.view(len(x), groups, gguf.GROUP).sum(-1), zero)
+    return y
 
 
 def _by_panels(x: Tensor, b: PackedWeight) -> Tensor:
-    """``[M, K]`` to ``[M, padded N]``: each panel of weights is decoded once into a buffer and multiplied."""
+    """``[M, K]`` to ``[M, padded N]``: each panel of weights is decoded once, in cache, and multiplied."""
     table, scale, zero = b.parts
     panels, groups, width = scale.shape
-    bits = b.scheme.bits
     rows = table.view(panels, groups * gguf.GROUP, -1)
-    codes = torch.empty(groups, gguf.GROUP, width)
     y = torch.empty(len(x), panels * width)
     for panel in range(panels):
         columns = slice(panel * width, (panel + 1) * width)
         d = scale[panel].float()
-        minimum = d * -(1 << (bits - 1)) if zero is None else zero[:, columns].sub(d, alpha=8)
-        _decode(rows[panel], bits, codes.flatten(0, 1))
-        if bits == 4:
-            d, minimum = _natural(d, 1), _natural(minimum, 1)
-        weight = torch.addcmul(minimum.unsqueeze(1), codes, d.unsqueeze(1))
-        torch.mm(x, weight.flatten(0, 1), out=y[:, columns])
+        minimum = d * -_CENTRE[b.scheme.bits] if zero is None else zero[:, columns].sub(d, alpha=_CENTRE[4])
+        planes = _planes(rows[panel], width, b.scheme.bits)
+        for first, codes in enumerate(planes):
+            lane = slice(first, None, len(planes))
+            factor, offset = (part[:, lane].unsqueeze(1).contiguous() for part in (d, minimum))
+            weight = torch.addcmul(offset, codes.float().view(groups, gguf.GROUP, -1), factor)
+            y[:, columns][:, lane] = x @ weight.flatten(0, 1)
     return y
 
 
-def _decode(rows: Tensor, bits: int, codes: Tensor) -> None:
-    """Codes of a panel's table rows to fp32 ``[K, P]``, columns in their natural order."""
-    width = codes.shape[-1]
+def _planes(rows: Tensor, width: int, bits: int) -> tuple[Tensor, ...]:
+    """The codes of a panel's table rows, uint8 ``[K, ...]``: all columns, or the even and the odd ones."""
     if bits == 8:
-        codes.copy_(rows[:, :width])
-        return
+        return (rows[:, :width],)
     words = rows.view(torch.int32)[:, : width // 8]  # bitwise operations are faster on wide integers
-    low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
-    codes[:, : width // 2].copy_(low.view(torch.uint8))
-    codes[:, width // 2 :].copy_(high.view(torch.uint8))
+    return (words & 0x0F0F0F0F).view(torch.uint8), ((words >> 4) & 0x0F0F0F0F).view(torch.uint8)
 
 
-def _natural(x: Tensor, panels: int) -> Tensor:
-    """Undo the pairing of columns: ``[M, panels * P]``."""
-    return x.unflatten(-1, (panels, -1, 2)).transpose(-1, -2).flatten(-3)
-
-
-def _columns(panels: int, width: int, bits: int) -> Tensor:
-    """Which column of the weight lies at each position of the packed order."""
-    columns = torch.arange(panels * width).view(panels, width)
-    if bits == 4:
-        columns = columns.view(panels, 2, width // 2).transpose(1, 2)
-    return columns.reshape(-1)
-
-
-def _table(codes: Tensor, panels: int, width: int, bits: int) -> Tensor:
-    """Codes ``[N, K]`` to table rows: the codes of one k, then scale 1 and bias -c as the operator expects them."""
-    k = codes.shape[1]
-    tail_dtype, centre = (torch.float16, 8.0) if bits == 4 else (torch.float32, 128.0)
+def _table(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[panels, P, K]`` to table rows: the codes of one k, then scale 1 and bias -c as the operator expects them."""
     if bits == 8:
-        codes = codes.view(torch.uint8) ^ 128
-    rows = _padded(codes, panels * width).view(panels, width, k).transpose(1, 2)
-    if bits == 4:
-        rows = rows[..., : width // 2] | rows[..., width // 2 :] << 4
-    tail = torch.tensor([1.0, -centre], dtype=tail_dtype).view(torch.uint8)
-    table = torch.empty(panels, k, rows.shape[-1] + len(tail), dtype=torch.uint8)
-    table[..., : rows.shape[-1]] = rows
-    table[..., rows.shape[-1] :] = tail
-    return table.flatten(0, 1)
+        rows = (codes.view(torch.uint8) ^ 128).mT
+        tail = torch.tensor([1.0, -_CENTRE[8]], dtype=torch.float32).view(torch.uint8)
+    else:  # an even column in the low nibble, its odd neighbour in the high one
+        rows = (codes[:, 0::2] | codes[:, 1::2] << 4).mT
+        tail = torch.tensor([1.0, -_CENTRE[4]], dtype=torch.float16).view(torch.uint8)
+    return torch.cat((rows, tail.expand(*rows.shape[:-1], -1)), -1).flatten(0, 1)
 
 
 def _padded(x: Tensor, n: int) -> Tensor:
