@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.constraint import Flags, OneOf, Range
+from hal.constraint import Constraint, Flags, OneOf, Range
 from hal.dtype import DType
 from hal.types import Claim, Device, Kernel, OpSpec
 from hal_torch import merge
@@ -29,7 +29,7 @@ FEATURES = Flags(
 
 def kernels(device: Device, prefix: str = "torch") -> list[Kernel]:
     """Attention kernels for a torch device; ``prefix`` is the library part of their names."""
-    needs = {
+    needs: dict[str, Constraint] = {
         "q_dtype": FLOATS,
         "kv_dtype": FLOATS,
         "out_dtype": FLOATS,
@@ -80,10 +80,12 @@ def build_attention(spec: OpSpec) -> Callable[..., None]:
             k, v = canonical(k, layout), canonical(v, layout)
         else:
             k, v = canonical(k), canonical(v)
-        heads = Heads(k.shape[2], q.shape[1] // k.shape[2], k.shape[3], v.shape[3])
+        _, page, kv_heads, dim = k.shape
+        heads = Heads(kv_heads, q.shape[1] // kv_heads, dim, v.shape[3])
         band = Band.of(causal, window)
         dense = mask is not None or bias is not None
-        key = f"torch.attention {q.device} {heads} {k.stride()} {v.stride()} {k.shape[1]} {causal} {window} {dense}"
+        shapes = f"{heads.ratio} {kv_heads} {dim} {heads.v_dim} {page} {k.stride()} {v.stride()}"
+        key = f"torch.attention {q.device} {shapes} {causal} {window} {dense}"
         schedule = plan.cached(key, lambda: Scheduler(plan, k, v, heads, band, batched=not dense).build())
         call = Call(heads, band, float(scale), float(softcap), poison, sinks, alibi_slopes, mask, bias, out, lse)
         call.run(schedule, q, k, v)
@@ -112,6 +114,11 @@ class Call:
         """Whether a mask or bias says cell by cell what is allowed."""
         return self.mask is not None or self.bias is not None
 
+    @property
+    def bent(self) -> bool:
+        """Whether a softcap or ALiBi changes the scores."""
+        return self.softcap > 0 or self.slopes is not None
+
     def run(self, schedule: Schedule, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Serve every request of the schedule."""
         for start, stop in schedule.empty:
@@ -135,7 +142,8 @@ class Call:
         keys, values = batch.k(k), batch.v(v)
         rows = batch.read(q).float() * self.scale
         scores = torch.bmm(rows.view(n * heads.kv, heads.ratio, heads.dim), keys.transpose(1, 2))
-        self._bend(scores.view(n, heads.q, 1, -1), batch.distance)
+        if self.bent:
+            self._bend(scores.view(n, heads.q, 1, -1), batch.distance)
         if batch.blocked is not None:
             scores.view(n, heads.q, -1)[..., free:].masked_fill_(batch.blocked[:, None], -inf)
             # The padding repeats a key that is allowed, but 0 * inf of it would still be NaN.
@@ -184,8 +192,8 @@ class Call:
 
     def _tiles(
         self, request: Request, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, want_lse: bool
-    ) -> Iterator[tuple[int, int, Tensor | None, Tensor | None]]:
-        """Query rows ``[start, stop)``, output and LSE of each tile; None when it sees no key of the chunk."""
+    ) -> Iterator[tuple[int, int, Any, Any]]:
+        """Query rows ``[start, stop)``, output ``[Hq, R, Dv]`` and LSE of each tile; None if it sees no key."""
         keys, values, guarded = chunk.k(k), chunk.v(v), None
         for first, last in request.tiles(self.heads):
             rows = request.row + first, request.row + last
@@ -213,7 +221,8 @@ class Call:
         """Scores of all keys, hidden ones included, ``[Hkv, ratio * R, C]``."""
         rows = (q.float() * self.scale).transpose(0, 1).reshape(self.heads.kv, -1, self.heads.dim)
         scores = torch.bmm(rows, keys.transpose(1, 2))
-        self._bend(scores.view(self.heads.q, tile.rows, -1), tile.distance)
+        if self.bent:
+            self._bend(scores.view(self.heads.q, tile.rows, -1), tile.distance)
         return scores
 
     def _bend(self, grid: Tensor, distance: Callable[[], Tensor]) -> None:

@@ -14,7 +14,7 @@ from hal.constraint import Flags, OneOf, Range
 from hal.dtype import DType
 from hal.types import Claim, Device, Event, Kernel
 from hal_torch import kv_convert
-from hal_torch.memory import TorchMemory
+from hal_torch.memory import TorchEvent, TorchMemory
 from hal_torch.pages import Pages, bits, cast, request_slots
 
 CHUNK = 32 << 20  # bytes of scratch of one step of a copy
@@ -51,10 +51,10 @@ def kernels(device: Device, prefix: str = "torch") -> list[Kernel]:
     ]
 
 
-def _ordered(run: Callable[..., None], memory: TorchMemory) -> Callable[..., Event | None]:
+def _ordered(run: Callable[..., None], memory: TorchMemory) -> Callable[..., Any]:
     """Add ``wait`` (events that come first) and ``record`` (return an event of the completion)."""
 
-    def ordered(*args: Any, wait: Sequence[Event] = (), record: bool = False, **kwargs: Any) -> Event | None:
+    def ordered(*args: Any, wait: Sequence[Event] = (), record: bool = False, **kwargs: Any) -> TorchEvent | None:
         for event in wait:
             event.wait()
         run(*args, **kwargs)
@@ -76,20 +76,21 @@ def kv_write(
 ) -> None:
     """Store row t of k and v at ``slots[t]``; a slot outside the cache skips its row."""
     slots = slots.to(k_cache.device)
-    place = _place_on_host if slots.device.type == "cpu" else _place
-    for x, cache, name in ((k, k_cache, "k"), (v, v_cache, "v")):
-        pages = Pages.of(cache, layout, name)
-        if len(slots) and pages.slots:
-            pages.write(*place(pages, slots, cast(x[: len(slots)], pages.dtype)))
-
-
-def _place_on_host(pages: Pages, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop the rows that are skipped."""
+    k_pages, v_pages = Pages.of(k_cache, layout, "k"), Pages.of(v_cache, layout, "v")
+    count, capacity = len(slots), k_pages.slots
+    if not count or not capacity:
+        return
+    k, v = cast(k[:count], k_pages.dtype), cast(v[:count], v_pages.dtype)
+    if slots.device.type != "cpu":
+        k_pages.write(*_place(k_pages, slots, k))
+        v_pages.write(*_place(v_pages, slots, v))
+        return
     low, high = slots.aminmax()
-    if low >= 0 and high < pages.slots:
-        return slots, rows
-    kept = ((slots >= 0) & (slots < pages.slots)).nonzero().flatten()
-    return slots[kept], rows[kept]
+    if int(low) < 0 or int(high) >= capacity:
+        kept = ((slots >= 0) & (slots < capacity)).nonzero().flatten()
+        slots, k, v = slots[kept], k[kept], v[kept]
+    k_pages.write(slots, k)
+    v_pages.write(slots, v)
 
 
 def _place(pages: Pages, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def kv_gather(
 def kv_copy(caches: Sequence[Tensor], mapping: Any) -> None:
     """Copy pages ``mapping[:, 0]`` over pages ``mapping[:, 1]`` (host int64 ``[n, 2]``) as if all were read first."""
     mapping = mapping[mapping[:, 0] != mapping[:, 1]]
-    # Only pages that are overwritten must be kept aside; the others are copied piece by piece.
+    # Only what is overwritten must be kept aside; the others are copied piece by piece.
     aside = np.isin(mapping[:, 0], mapping[:, 1])
     for cache in caches:
         pages = bits(cache)

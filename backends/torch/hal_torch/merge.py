@@ -7,14 +7,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from hal.constraint import OneOf, Range
+from hal.constraint import Constraint, OneOf, Range
 from hal.dtype import DType
 from hal.types import Claim, Kernel
 
 
 def kernel(prefix: str = "torch") -> Kernel:
     """The merge kernel; ``prefix`` is the library part of its name."""
-    needs = {
+    needs: dict[str, Constraint] = {
         "dtype": OneOf({DType.float32, DType.float16, DType.bfloat16}),
         "heads": Range(1, None),
         "head_dim": Range(1, None),

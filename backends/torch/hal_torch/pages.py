@@ -96,7 +96,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize > 1:
         return x.to(dtype)
     if dtype.is_floating_point:
-        limits = torch.finfo(dtype)
-        return x.float().clamp(limits.min, limits.max).to(dtype)
+        largest = torch.finfo(dtype).max
+        return x.float().clamp(-largest, largest).to(dtype)
     limits = torch.iinfo(dtype)
     return x.float().round().nan_to_num(nan=0.0).clamp(limits.min, limits.max).to(dtype)
