@@ -60,12 +60,17 @@ def _offsets(per_block: np.ndarray) -> np.ndarray:
 
 def _reorder_nibbles(codes: np.ndarray) -> np.ndarray:
     """GGUF's byte i holds weights i and i+16; the result's byte i holds weights 2i and 2i+1."""
-    even, odd = codes[..., 0::2], codes[..., 1::2]
-    return np.concatenate(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), axis=-1)
+    return np.concatenate(_split_pairs(codes), axis=-1)
 
 
 def _split_bytes(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Signed bytes ``[..., 32]`` plus 128 as planes of their low and high halves, ``[..., 16]`` each."""
-    biased = codes ^ 128
-    even, odd = biased[..., 0::2], biased[..., 1::2]
-    return (even & 15) | (odd << 4), (even >> 4) | (odd & 240)
+    """Signed bytes ``[..., 32]`` plus 128, as planes of their low and high halves, ``[..., 16]`` each."""
+    return _split_pairs(codes ^ 128)
+
+
+def _split_pairs(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Low nibbles of each two bytes in one byte, and high nibbles likewise. Works on pairs, to keep the loops dense."""
+    pairs = np.ascontiguousarray(codes).view("<u2")
+    low = (pairs & 0x0F) | ((pairs >> 4) & 0xF0)
+    high = ((pairs >> 4) & 0x0F) | ((pairs >> 8) & 0xF0)
+    return low.astype(np.uint8), high.astype(np.uint8)

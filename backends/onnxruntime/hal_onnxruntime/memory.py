@@ -15,6 +15,8 @@ from hal.errors import ContractError
 from hal_onnxruntime.device import memory_info
 
 SUPPORTED = "a host array of a dtype that numpy has (no bfloat16, no fp8)"
+# By name, because numpy also knows the others once ml_dtypes has been imported.
+NUMPY_DTYPES = frozenset({"float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool"})
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class HostMemory:
         Raises:
             ContractError: numpy has no such dtype.
         """
-        try:
-            return np.empty(tuple(shape), np.dtype(str(DType.parse(dtype))))
-        except TypeError:
-            raise ContractError("dtype", SUPPORTED, str(dtype)) from None
+        name = str(DType.parse(dtype))
+        if name not in NUMPY_DTYPES:
+            raise ContractError("dtype", SUPPORTED, name)
+        return np.empty(tuple(shape), np.dtype(name))
 
     def from_host(self, x: Any) -> np.ndarray:
         """Copy a host array."""

@@ -35,6 +35,7 @@ def attention(
 ) -> None:
     """Attention on ragged keys ``[S, Hkv, D]``, or on HND caches with a block table of one column (copied)."""
     q, scale = positive(q, scale)
+    mask = None if mask is None else np.atleast_2d(mask)
     cell = 0  # where this request's Lq x Lk cells begin in the mask
     for b in range(plan.batch):
         rows = slice(*(int(x) for x in plan.q_indptr_host[b : b + 2]))
@@ -44,7 +45,7 @@ def attention(
             keys, values = (x[page, :, :lk].swapaxes(0, 1) for x in (k, v))
         else:
             keys, values = (x[plan.kv_indptr_host[b] : plan.kv_indptr_host[b + 1]] for x in (k, v))
-        kept = None if mask is None else np.atleast_2d(mask)[:, cell : cell + lq * lk].reshape(-1, lq, lk)
+        kept = None if mask is None else mask[:, cell : cell + lq * lk].reshape(len(mask), lq, lk)
         request(q[rows], keys, values, out[rows], scale, softcap, allowed_rows(lq, lk, causal, window, kept))
         cell += lq * lk
 
