@@ -209,13 +209,10 @@ def test_claims():
 def test_failures_keep_their_text_and_get_a_class():
     with pytest.raises(CompileError, match="NoSuchOperator"):
         session.cached("k", session.model([session.node("NoSuchOperator", ["x"], "y")], {"x": 1}, {"y": 1}))
-    outputs = ["y", "k2", "v2"]
-    heads = {"num_heads": 1, "kv_num_heads": 1}
-    attention = session.node("PagedAttention", list("qkvabcde"), outputs, domain="com.microsoft", **heads)
-    types = {**dict.fromkeys("qkvab", 10), **dict.fromkeys("cde", 6)}
-    proto = session.model([attention], types, dict.fromkeys(outputs, 10))
-    with pytest.raises(UnsupportedError, match="PagedAttention"):
-        session.cached("k", proto)
+    bfloat16 = dict.fromkeys("ab", 16)
+    with pytest.raises(UnsupportedError, match="MatMul") as caught:
+        session.cached("k", session.model([session.node("MatMul", ["a", "b"], "y")], bfloat16, {"y": 16}))
+    assert "NOT_IMPLEMENTED" in caught.value.refusals[0].actual
     with pytest.raises(OutOfMemory, match="std::bad_alloc"), session.translated("k"):
         raise RuntimeError("std::bad_alloc")
     with pytest.raises(OutOfMemory), session.translated("k"):
