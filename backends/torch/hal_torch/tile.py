@@ -90,7 +90,7 @@ class Values:
         self._v, self._first = v, first
         self._clean = torch.nan_to_num(tail, nan=0.0, posinf=0.0, neginf=0.0)
         # Marks of +inf and of -inf; a NaN is both.
-        self._marks = torch.where(torch.cat([tail < inf, tail > -inf], -1), 0.0, HUGE)
+        self._marks = torch.cat([tail < inf, tail > -inf], -1).logical_not_().float().mul_(HUGE)
 
     def weigh(self, weights: Tensor, start: int, free: int, seen: Tensor) -> Tensor:
         """Product with weights ``[H, g * R, C]`` for the columns from ``start`` on, of which all rows see ``free``.
