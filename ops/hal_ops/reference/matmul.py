@@ -93,15 +93,14 @@ def _block(raw: bytes, scheme: str) -> list[float]:
 
 def _operand(x: Any, transposed: bool, scale: Any, zero: Any, axis: int) -> Floats:
     """The logical matrix, dequantised; a 1-D scale or zero runs along ``axis``."""
-    x = as_float64(x)
-    x = x.swapaxes(-1, -2) if transposed else x
+    matrix: Floats = as_float64(x).swapaxes(-1, -2) if transposed else as_float64(x)
     if scale is None and zero is None:
-        return x
-    result = np.empty_like(x)
-    for i, j in np.ndindex(x.shape[-2:]):
-        origin = 0.0 if zero is None else _shared(as_float64(zero), (i, j), x.shape[-2:], axis)
-        factor = 1.0 if scale is None else _shared(as_float64(scale), (i, j), x.shape[-2:], axis)
-        result[..., i, j] = (x[..., i, j] - origin) * factor
+        return matrix
+    result = np.empty_like(matrix)
+    for i, j in np.ndindex(matrix.shape[-2:]):
+        origin = 0.0 if zero is None else _shared(as_float64(zero), (i, j), matrix.shape[-2:], axis)
+        factor = 1.0 if scale is None else _shared(as_float64(scale), (i, j), matrix.shape[-2:], axis)
+        result[..., i, j] = (matrix[..., i, j] - origin) * factor
     return result
 
 

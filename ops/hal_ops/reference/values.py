@@ -25,10 +25,13 @@ def dtype_of(x: Any) -> DType:
 
 def storage(x: Any) -> NDArray[Any]:
     """The stored elements in a dtype of numpy: ``uint16`` for bf16, ``uint8`` for fp8."""
-    x = np.asarray(getattr(x, "native", x))
-    return x if x.dtype.kind in "biuf" and hasattr(np, x.dtype.name) else x.view(f"u{x.itemsize}")
+    stored: NDArray[Any] = np.asarray(getattr(x, "native", x))
+    return (
+        stored if stored.dtype.kind in "biuf" and hasattr(np, stored.dtype.name) else stored.view(f"u{stored.itemsize}")
+    )
 
 
+@np.errstate(invalid="ignore")  # a signalling NaN is data here
 def as_float64(x: Any) -> Floats:
     """Value of each element.
 
@@ -37,7 +40,7 @@ def as_float64(x: Any) -> Floats:
     """
     if hasattr(x, "native"):
         return decode(storage(x), dtype_of(x))
-    return decode(np.asarray(x), dtype_of(x) if hasattr(x, "dtype") else DType.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 @np.errstate(invalid="ignore")  # a signalling NaN is data here
@@ -48,7 +51,8 @@ def decode(stored: NDArray[Any], dtype: DType) -> Floats:
     array([ 1., -1.])
     """
     if dtype is DType.bfloat16 and stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        bits: NDArray[np.uint32] = stored.astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
     if dtype in _FP8 and stored.dtype == np.uint8:
         table: Floats = np.array([_fp8_value(code, dtype) for code in range(256)])
         return table[stored]
