@@ -33,22 +33,27 @@ def silu_mul(x: Any, *, out: Any = None, device: Any = None) -> Any:
     key = (arrays.rows(x), arrays.rows(out) if out is not None else None, device, dispatch.default_device())
     route = _table.get(key)
     if route is None:
-        route = _table.add(key, _route(x, device))
+        route = _table.add(key, _route(x, out, device))
     dtype, dim = route.facts
     shape = (*x.shape[:-1], dim)
     if out is None:
         out = arrays.empty(x, shape, dtype)
     else:
-        described = validate.output("out", out, shape, (dtype,), (("x", x),))
-        validate.together(("x", arrays.meta("x", x)), ("out", described))
+        if out.shape[0] != x.shape[0]:
+            raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
+        validate.apart("out", out, x=x)
     route.run(*route.native(x), out=route.native(out)[0])
     return out
 
 
-def _route(x: Any, device: Any) -> dispatch.Route:
+def _route(x: Any, out: Any, device: Any) -> dispatch.Route:
     described = validate.array("x", x, dtypes=validate.FLOATS)
     if not described.shape or described.shape[-1] % 2:
         raise ContractError("x", "an even number of columns", f"shape {list(described.shape)}")
     dim = described.shape[-1] // 2
+    if out is not None:
+        validate.together(
+            ("x", described), ("out", validate.output("out", out, (*described.shape[1:-1], dim), described.dtype))
+        )
     wanted = spec("silu_mul", dtype=described.dtype, dim=dim)
-    return dispatch.route(wanted, x, device, (described.dtype, dim))
+    return dispatch.route(wanted, x, device, (described.dtype, dim), out)

@@ -103,13 +103,14 @@ def attention(
         arrays.rows(q), arrays.rows(k), arrays.rows(v), layout, plan.bucket, plan.paged, causal, window, softcap, scale,
         arrays.signature(alibi_slopes), arrays.signature(sinks), _growing(mask), _growing(bias),
         _scale_key(k_scale), _scale_key(v_scale),
-        out_dtype, return_lse, determinism, kv_slack, check, device, dispatch.default_device(),
+        out if out is None else arrays.rows(out), out_dtype, return_lse, determinism, kv_slack, check, device,
+        dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
     if route is None:
         options = Options(
             layout, scale, causal, window, softcap, alibi_slopes, sinks, mask, bias, k_scale, v_scale,
-            out_dtype, return_lse, determinism, kv_slack, check,
+            out, out_dtype, return_lse, determinism, kv_slack, check,
         )  # fmt: skip
         route = _table.add(key, _route(q, k, v, plan, options, device))
     facts: Facts = route.facts
@@ -159,7 +160,7 @@ def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_tab
 
 def _route(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options, device: Any) -> dispatch.Route:
     wanted, facts = validate_call(q, k, v, plan, o)
-    extras = (o.alibi_slopes, o.sinks, o.mask, o.bias, _array_or_none(o.k_scale), _array_or_none(o.v_scale))
+    extras = (o.out, o.alibi_slopes, o.sinks, o.mask, o.bias, _array_or_none(o.k_scale), _array_or_none(o.v_scale))
     return dispatch.route(wanted, q, device, facts, k, v, *extras)
 
 
@@ -192,7 +193,7 @@ def _checked(wanted: OpSpec, device: str, fn: Callable[..., Any], level: str) ->
             layout, kw.get("scale"), kw.get("causal", True), kw.get("window", (-1, -1)), kw.get("softcap", 0.0),
             kw.get("alibi_slopes"), kw.get("sinks"), kw.get("mask"), kw.get("bias"),
             kw.get("k_scale"), kw.get("v_scale"),
-            None if out is None else arrays.meta("out", out).dtype, lse is not None,
+            out, arrays.meta("out", out).dtype, lse is not None,
             fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
         )  # fmt: skip
         _, facts = validate_call(q, k, v, plan, options)

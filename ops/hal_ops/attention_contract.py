@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hal.errors import ContractError
 from hal.types import DType, OpSpec
-from hal_ops import arrays, cache_shape, validate
+from hal_ops import cache_shape, validate
 from hal_ops.arrays import Meta
 from hal_ops.plan import AttentionPlan
 from hal_ops.spec import spec
@@ -38,6 +38,7 @@ class Options(NamedTuple):
     bias: Any
     k_scale: Any
     v_scale: Any
+    out: Any
     out_dtype: Any
     return_lse: bool
     determinism: str
@@ -63,6 +64,9 @@ def validate_call(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options) -> tu
     _check_extras(meta_q, meta_k, meta_v, cache, plan, o)
     out_dtype = meta_q.dtype if o.out_dtype is None else DType.parse(o.out_dtype)
     validate.option("out_dtype", out_dtype, validate.FLOATS)
+    if o.out is not None:
+        described = validate.output("out", o.out, (meta_q.shape[1], cache.v_head_dim), out_dtype)
+        validate.together(("q", meta_q), ("out", described))
     wanted = _spec(meta_q, meta_k, cache, plan, o, out_dtype)
     scale = cache.head_dim**-0.5 if o.scale is None else float(o.scale)
     facts = Facts((meta_q.shape[1], cache.v_head_dim), out_dtype, cache.page, scale)
@@ -204,6 +208,6 @@ def validate_sizes(q: Any, k: Any, v: Any, plan: AttentionPlan, facts: Facts, ou
             if x is not None and x.shape[-1] != cells:
                 raise ContractError(name, f"sum(Lq*Lk) = {cells} values per head", f"{x.shape[-1]}")
     if out is not None:
-        shape = (plan.total_q, *facts.out_shape)
-        described = validate.output("out", out, shape, (facts.out_dtype,), (("q", q), ("k", k), ("v", v)))
-        validate.together(("q", arrays.meta("q", q)), ("out", described))
+        if out.shape[0] != plan.total_q:
+            raise ContractError("out", f"{plan.total_q} tokens, as q", f"{out.shape[0]} tokens")
+        validate.apart("out", out, q=q, k=k, v=v)

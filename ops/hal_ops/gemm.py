@@ -85,19 +85,21 @@ def gemm(
         _left(a, trans_a), (b.kernel, b.shape, b.scheme) if packed else arrays.signature(b), trans_a, trans_b,
         arrays.signature(bias), activation, alpha, beta, arrays.signature(c), arrays.signature(a_scale),
         arrays.signature(a_zero), arrays.signature(b_scale), arrays.signature(b_zero), group_size, a_quant,
-        out_dtype, determinism, check, device, dispatch.default_device(),
+        out if out is None else arrays.rows(out), out_dtype, determinism, check, device, dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
     if route is None:
         options = _Options(trans_a, trans_b, bias, activation, alpha, beta, c, a_scale, a_zero, b_scale, b_zero,
-                           group_size, a_quant, out_dtype, determinism, check)  # fmt: skip
+                           group_size, a_quant, out, out_dtype, determinism, check)  # fmt: skip
         route = _table.add(key, _route(a, b, options, device))
     facts: _Facts = route.facts
     shape = (a.shape[0], *facts.shape[1:]) if facts.rows_vary else facts.shape
     if out is None:
         out = arrays.empty(a, shape, facts.dtype)
     elif check != "none":
-        _check_out(out, shape, facts.dtype, a, b, c, bias)
+        if tuple(out.shape) != tuple(shape):
+            raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
+        validate.apart("out", out, a=a, b=None if packed else b, c=c, bias=bias)
     result = out
     if route.wrap is not None:
         a, bias, c, a_scale, a_zero, b_scale, b_zero, out = route.native(
@@ -125,6 +127,7 @@ class _Options(NamedTuple):
     b_zero: Any
     group_size: int | None
     a_quant: str
+    out: Any
     out_dtype: Any
     determinism: str
     check: str
@@ -158,6 +161,9 @@ def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
     _check_operands(meta_a, shape, o)
     out_dtype = meta_a.dtype if o.out_dtype is None else DType.parse(o.out_dtype)
     validate.option("out_dtype", out_dtype, (*validate.FLOATS, DType.int32))
+    if o.out is not None:
+        described = validate.output("out", o.out, shape[1:], out_dtype)
+        validate.together(("a", meta_a), ("out", described))
     wanted = spec(
         "gemm",
         a_dtype=meta_a.dtype,
@@ -174,7 +180,7 @@ def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
         determinism=o.determinism,
     )
     facts = _Facts(shape, out_dtype, len(meta_a.shape) == 2 and not o.trans_a and len(shape) == 2)
-    others = (None if meta_b is None else b, o.bias, o.c, o.a_scale, o.a_zero, o.b_scale, o.b_zero)
+    others = (None if meta_b is None else b, o.bias, o.c, o.a_scale, o.a_zero, o.b_scale, o.b_zero, o.out)
     return dispatch.route(wanted, a, device, facts, *others)
 
 
@@ -241,15 +247,3 @@ def _features(a: Meta, b: Meta | None, o: _Options) -> set[str]:
         "strided": not cache_shape.dense(a) or (b is not None and not cache_shape.dense(b)),
     }
     return {name for name, used in flags.items() if used}
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: DType, a: Any, b: Any, c: Any, bias: Any) -> None:
-    described = arrays.meta("out", out)
-    validate.same("out", "dtype", dtype.value, described.dtype.value)
-    validate.shape("out", described, shape)
-    validate.writable("out", out, described)
-    validate.together(("a", arrays.meta("a", a)), ("out", described))
-    inputs = (("a", a), ("b", None if isinstance(b, PackedWeight) else b), ("c", c), ("bias", bias))
-    for name, x in inputs:
-        if x is not None and validate.overlap(out, x):
-            raise ContractError("out", f"memory apart from {name}", f"memory shared with {name}")

@@ -153,8 +153,7 @@ def _check_writes(dst: tuple[Any, ...], src: tuple[Any, ...], dst_table: Any, kv
     for place, cache in enumerate(dst):
         label = f"dst[{place}]"
         validate.writable(label, cache, arrays.meta(label, cache))
-        if any(cache is other or validate.overlap(cache, other) for other in src):
-            raise ContractError(label, "memory apart from src", "memory shared with src")
+        validate.apart(label, cache, **{f"src[{other}]": array for other, array in enumerate(src)})
     table = arrays.index_host("dst_table", dst_table, rank=2)
     used = -(-arrays.index_host("kv_lens", kv_lens, rank=1).astype(np.int64) // page)
     live = table[np.arange(table.shape[1])[None, :] < used[:, None]]

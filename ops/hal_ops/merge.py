@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hal.errors import ContractError
 from hal.types import DType
 from hal_ops import arrays, compiled, dispatch, validate
 from hal_ops.spec import spec
@@ -48,12 +47,12 @@ def merge_attention_states(
         route = _table.add(key, _route(o_a, lse_a, o_b, lse_b, out, lse_out, device))
     if out is None:
         out = arrays.empty(o_a, o_a.shape, route.facts)
-    elif validate.overlap(out, o_b):
-        raise ContractError("out", "memory apart from o_b", "memory shared with o_b")
+    else:
+        validate.apart("out", out, o_b=o_b)
     if lse_out is None:
         lse_out = arrays.empty(lse_a, lse_a.shape, DType.float32)
-    elif validate.overlap(lse_out, lse_b):
-        raise ContractError("lse_out", "memory apart from lse_b", "memory shared with lse_b")
+    else:
+        validate.apart("lse_out", lse_out, lse_b=lse_b)
     *states, native_out, native_lse = route.native(o_a, lse_a, o_b, lse_b, out, lse_out)
     route.run(*states, out=native_out, lse_out=native_lse)
     return out, lse_out

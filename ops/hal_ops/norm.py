@@ -45,10 +45,8 @@ def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None, out: Any 
     for name, other in (("residual", residual), ("out", out)):
         if other is not None and other.shape[0] != x.shape[0]:
             raise ContractError(name, f"shape {list(x.shape)}", f"shape {list(other.shape)}")
-    if residual is not None and (
-        validate.overlap(residual, x) or (out is not None and validate.overlap(residual, out))
-    ):
-        raise ContractError("residual", "memory apart from x and out", "shared memory")
+    if residual is not None:
+        validate.apart("residual", residual, x=x, out=out)
     result = arrays.empty(x, x.shape, route.facts) if out is None else out
     x, weight, residual, out = route.native(x, weight, residual, result)
     route.run(x, weight, eps, residual=residual, out=out)

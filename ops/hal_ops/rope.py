@@ -49,8 +49,7 @@ def rope(q: Any, k: Any, positions: Any, cos: Any, sin: Any, *, interleaved: boo
     for name, x in (("k", k), ("positions", positions)):
         if x.shape[0] != tokens:
             raise ContractError(name, f"{tokens} tokens, as q", f"{x.shape[0]}")
-    if validate.overlap(q, k):
-        raise ContractError("k", "memory apart from q", "memory shared with q")
+    validate.apart("k", k, q=q)
     limit, on_host = route.facts
     if on_host and tokens:
         values = arrays.index_host("positions", positions, rank=1, dtype="int64")

@@ -65,16 +65,12 @@ def finite(name: str, value: Any, *, low: float | None = None) -> float:
     return number
 
 
-def output(
-    name: str, out: Any, required: Sequence[int], dtypes: Iterable[DType], inputs: Iterable[tuple[str, Any]]
-) -> Meta:
-    """Check a given output: shape, dtype, writable, no shared memory with an input or with itself."""
-    described = array(name, out, dtypes=dtypes)
-    shape(name, described, required)
+def output(name: str, out: Any, tail: Sequence[int], dtype: DType) -> Meta:
+    """Check what the signature of a given output fixes: dtype, all sizes but the first, that it can be written."""
+    described = array(name, out, dtypes=(dtype,))
+    if len(described.shape) != len(tail) + 1 or tuple(described.shape[1:]) != tuple(tail):
+        raise ContractError(name, f"shape [T, {', '.join(map(str, tail))}]", f"shape {list(described.shape)}")
     writable(name, out, described)
-    for other, x in inputs:
-        if x is not None and overlap(out, x):
-            raise ContractError(name, f"memory apart from {other}", f"memory shared with {other}")
     return described
 
 
@@ -91,11 +87,14 @@ def writable(name: str, x: Any, described: Meta) -> None:
         )
 
 
-def overlap(a: Any, b: Any) -> bool:
-    """Whether the byte spans of two arrays meet. Interleaved views count as overlapping."""
-    low_a, high_a = arrays.span(a)
-    low_b, high_b = arrays.span(b)
-    return low_a < high_b and low_b < high_a
+def apart(name: str, out: Any, **inputs: Any) -> None:
+    """Check that an array to be written shares no memory with the inputs; interleaved views count as shared."""
+    low, high = arrays.span(out)
+    for other, x in inputs.items():
+        if x is not None:
+            start, end = arrays.span(x)
+            if low < end and start < high:
+                raise ContractError(name, f"memory apart from {other}", f"memory shared with {other}")
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,73 @@
+"""What the benchmarks share: interleaved timing, a description of the machine, a JSON result."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "numpy", "onnxruntime", "transformers", "pluggy", "hal-runtime")
+
+
+def interleave(calls: Mapping[str, Callable[[], Any]], *, number: int, rounds: int = 31) -> dict[str, float]:
+    """Return the median seconds per call of each peer, taken in turns so that a busy machine hits all alike."""
+    for call in calls.values():
+        for _ in range(number):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, call in calls.items():
+                start = time.thread_time()
+                for _ in range(number):
+                    call()
+                samples[name].append((time.thread_time() - start) / number)
+    finally:
+        gc.enable()
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and the versions that a figure depends on."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def main(name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Run one benchmark from the command line: JSON to stdout and, with ``--out``, to a file."""
+    parser = argparse.ArgumentParser(description=f"Benchmark: {name}")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    out: Path | None = parser.parse_args().out
+    text = json.dumps({"benchmark": name, "machine": machine(), **measure()}, indent=1)
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n", encoding="utf-8")
