@@ -45,18 +45,22 @@ def test_core_imports_no_sdk() -> None:
 
 
 def seconds(source: str) -> float:
-    """Processor time of a fresh interpreter, the least of several: what others do on the machine does not count."""
-    times = []
-    for _ in range(7):
-        pid = os.posix_spawn(sys.executable, [sys.executable, "-c", source], os.environ)
-        _, status, usage = os.wait4(pid, 0)
-        assert status == 0, source
-        times.append(usage.ru_utime + usage.ru_stime)
-    return min(times)
+    """Processor time of a fresh interpreter."""
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", source], os.environ)
+    _, status, usage = os.wait4(pid, 0)
+    assert status == 0, source
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_core_imports_as_fast_as_what_it_stands_on() -> None:
-    assert seconds("import hal, hal_ops") <= 1.2 * seconds("import numpy, pluggy")
+    # The least of several, taken in turns: what others do on the machine only ever adds.
+    ours, theirs = [], []
+    for _ in range(25):
+        ours.append(seconds("import hal, hal_ops"))
+        theirs.append(seconds("import numpy, pluggy"))
+        if len(ours) >= 5 and min(ours) <= 1.2 * min(theirs):
+            return
+    pytest.fail(f"{min(ours):.3f} s against {min(theirs):.3f} s")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
