@@ -7,8 +7,9 @@ import functools
 import threading
 from typing import Any
 
-import hal
 import pytest
+
+import hal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -250,7 +251,9 @@ def test_two_threads_do_not_disturb_each_other() -> None:
     results: dict[int, Any] = {}
 
     def work(index: int, model: Any) -> None:
-        results[index] = [model.generate(input_ids=prompt(6 + index), max_new_tokens=8, do_sample=False) for _ in range(3)]
+        results[index] = [
+            model.generate(input_ids=prompt(6 + index), max_new_tokens=8, do_sample=False) for _ in range(3)
+        ]
 
     shared = placed("llama")[0]
     models = [shared, shared, placed("qwen2")[0]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import hal
 import pytest
+
+import hal
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

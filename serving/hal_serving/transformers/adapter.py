@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import hal
 import torch
-from hal.errors import ContractError, UnsupportedError
-from hal.types import Explanation
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+import hal
+from hal.errors import ContractError, UnsupportedError
+from hal.types import Explanation
 from hal_serving.transformers import attention, role
 from hal_serving.transformers.cache import PagedCache
 from hal_serving.transformers.format import AttentionNeeds, choose_format

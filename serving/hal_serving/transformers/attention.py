@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import hal_ops
 import numpy as np
 import torch
-from hal.errors import ContractError, UnsupportedError
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import hal_ops
+from hal.errors import ContractError, UnsupportedError
 from hal_serving.transformers import role as roles
 from hal_serving.transformers.cache import PagedLayer
 from hal_serving.transformers.format import AttentionNeeds, CacheFormat
@@ -222,7 +222,9 @@ def _ragged_plan(
         sides = (mask[:, -columns:], mask)
         lens = [side.sum(1).cpu().numpy().astype(np.int64) for side in sides]
         q_rows, k_rows = (side.reshape(-1).nonzero()[:, 0] for side in sides)
-    q_indptr, kv_indptr = (torch.from_numpy(np.concatenate([[0], np.cumsum(n)]).astype(np.int32)).to(device) for n in lens)
+    q_indptr, kv_indptr = (
+        torch.from_numpy(np.concatenate([[0], np.cumsum(n)]).astype(np.int32)).to(device) for n in lens
+    )
     plan = hal_ops.plan_attention(q_indptr=q_indptr, kv_indptr=kv_indptr, q_lens_host=lens[0], kv_lens_host=lens[1])
     return plan, q_rows, k_rows
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import hal_ops
 import numpy as np
 import torch
-from hal.errors import ContractError
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+import hal_ops
+from hal.errors import ContractError
+from hal_ops.spec import bucket
 from hal_serving.transformers.handover import hand_over
-from hal_serving.transformers.role import Placement, Role
 from hal_serving.transformers.pool import PagePool
+from hal_serving.transformers.role import Placement, Role
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Step:
     plan: Any = None  # AttentionPlan; None until the first layer brings the mask
     slots: torch.Tensor | None = None  # int64 [T], where the new tokens go
     rows: torch.Tensor | None = None  # int64 [T], which of the batch * columns tokens are real; None: all
-    sizes: tuple[int, int, int] = (0, 0, 0)  # batch, longest query, longest key sequence
+    sizes: tuple[int, int, int] = (0, 0, 0)  # batch, longest query and key sequence, bucketed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         return Step(0)  # caches are copied between forwards
@@ -148,7 +149,7 @@ class PagedCache(Cache):
         self._make_room(lens)
         table = self._table()
         step.slots = torch.from_numpy(self._slots(table, new)).to(device)
-        step.sizes = (len(new), int(new.max(initial=0)), int(lens.max(initial=0)))
+        step.sizes = (bucket(len(new)), bucket(int(new.max(initial=0))), bucket(int(lens.max(initial=0))))
         indptr = np.zeros(len(new) + 1, np.int32)
         np.cumsum(new, out=indptr[1:])
         step.plan = hal_ops.plan_attention(
@@ -171,7 +172,9 @@ class PagedCache(Cache):
             return np.full(batch, columns, np.int64)
         if tuple(mask.shape) != (batch, self.seen):
             raise ContractError(
-                "attention_mask", f"[{batch}, {self.seen}]: every column of the cache and the new ones", f"{list(mask.shape)}"
+                "attention_mask",
+                f"[{batch}, {self.seen}]: every column of the cache and the new ones",
+                f"{list(mask.shape)}",
             )
         past = mask[:, :before]
         if not (past.all() if self.padding is None else torch.equal(past, self.padding)):

@@ -39,7 +39,7 @@ class AttentionNeeds:
         return cls(dtype, head_dim, head_dim, kv_heads, heads // kv_heads, tuple(sorted(features, key=sorted)))
 
     def spec(self, features: frozenset[str], *, batch: int, max_q: int, max_kv: int, **paged: Any) -> OpSpec:
-        """The attention specification of a step whose longest rows are ``max_q`` and ``max_kv``; lengths are bucketed."""
+        """The attention specification of a step whose longest rows are ``max_q`` and ``max_kv``, bucketed here."""
         return hal_ops.spec(
             "attention",
             q_dtype=self.dtype,
@@ -72,13 +72,20 @@ class CacheFormat:
     strided: bool = False
 
     def __str__(self) -> str:
-        return f"{self.layout}, one page per request" if self.one_column else f"{self.layout}, {self.page} tokens per page"
+        return (
+            f"{self.layout}, one page per request" if self.one_column else f"{self.layout}, {self.page} tokens per page"
+        )
 
     def fitting(self, tokens: int) -> CacheFormat:
         """The same format with a page that holds ``tokens`` tokens, if a request must fit in one page."""
         if not self.one_column or tokens <= self.page:
             return self
         return replace(self, page=bucket(tokens))
+
+    def serves(self, other: CacheFormat) -> bool:
+        """Whether a cache in ``other`` is one in this format too; one-column pages may have any length."""
+        same_page = self.page == other.page or self.one_column
+        return (self.layout, self.one_column, self.slack) == (other.layout, other.one_column, other.slack) and same_page
 
     def columns(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens take."""
@@ -97,7 +104,10 @@ class CacheFormat:
 
 # In order of preference. They differ on purpose: long pages with the tokens of a head side by side suit the long
 # reads of prefill, short pages waste less of the last one in decode.
-_PAGES = {"prefill": (CacheFormat("HND", 64), CacheFormat("NHD", 16)), "decode": (CacheFormat("NHD", 16), CacheFormat("HND", 64))}
+_PAGES = {
+    "prefill": (CacheFormat("HND", 64), CacheFormat("NHD", 16)),
+    "decode": (CacheFormat("NHD", 16), CacheFormat("HND", 64)),
+}
 _ROWS = (CacheFormat("HND", _LEAST_ROW, one_column=True), CacheFormat("NHD", _LEAST_ROW, one_column=True))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import hal_ops
 import numpy as np
 import torch
 
+import hal_ops
 from hal_serving.transformers.format import CacheFormat
 from hal_serving.transformers.pool import PagePool
 
@@ -24,10 +24,8 @@ def hand_over(cache: PagedCache) -> tuple[PagePool, list[list[int]]]:
     placement, source = cache.placement, cache.require_pool()
     longest = int(cache.lens.max(initial=0)) + 1
     target = placement.decode.kv_format.fitting(longest)
-    same_device = placement.prefill.device == placement.decode.device
-    if same_device and (target.layout, target.one_column) == (source.format.layout, source.format.one_column):
-        if target.one_column or target.page == source.format.page:
-            return source, cache.tables
+    if placement.prefill.device == placement.decode.device and target.serves(source.format):
+        return source, cache.tables
     pool = PagePool(target)
     batch, max_len = cache.expected
     if max_len is not None:

@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import gguf
-import hal_ops
 import torch
-from hal_ops.spec import bucket
 from torch import nn
 
+import hal_ops
+from hal_ops.spec import bucket
 from hal_serving.transformers import role as roles
 
 _GGUF = {
@@ -33,7 +33,12 @@ class HalLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, *, scheme: str, shape: tuple[int, int] | None = None, bias: torch.Tensor | None = None
+        self,
+        weight: torch.Tensor,
+        *,
+        scheme: str,
+        shape: tuple[int, int] | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.source = weight.detach()
@@ -50,8 +55,11 @@ class HalLinear(nn.Module):
         packed = self._packed.get(device) or self._pack(device)
         rows = x.reshape(-1, self.in_features).contiguous()
         out = hal_ops.gemm(rows, packed, bias=self.bias, device=device)
-        if forward is not None and forward.role.first((packed.kernel, packed.shape, self.scheme, len(rows), x.dtype)):
-            forward.role.note(self.gemm_spec(x.dtype, len(rows), packed.kernel))
+        if forward is not None:
+            key = (packed.kernel, packed.shape, self.scheme, bucket(rows.shape[0]), x.dtype, self.bias is None)
+            if forward.role.first(key):
+                forward.role.note(self.prepack_spec())
+                forward.role.note(self.gemm_spec(x.dtype, rows.shape[0], packed.kernel))
         return out.view(*x.shape[:-1], self.out_features)
 
     def _pack(self, device: str | None) -> hal_ops.PackedWeight:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hal_ops.spec import bucket
 
+from hal_ops.spec import bucket
 from hal_serving.transformers.format import CacheFormat
 
 
@@ -84,4 +84,3 @@ class PagePool:
             return torch.zeros(
                 self.format.shape(self.pages, like.shape[1], like.shape[2]), dtype=like.dtype, device=like.device
             )
-

@@ -10,7 +10,6 @@ from typing import Any
 import hal
 from hal.errors import UnsupportedError
 from hal.types import Explanation, OpSpec
-
 from hal_serving.transformers.format import CacheFormat
 
 
