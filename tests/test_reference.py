@@ -267,7 +267,7 @@ def gemm_calls(draw):
     return call
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(gemm_calls(), st.sampled_from([1, 32]))
 def test_gemm_naive_and_blocked_agree(call, block):
     naive = reference.gemm(**call)
@@ -350,7 +350,7 @@ def test_block_sizes_are_checked():
         gguf.split("gguf_q4_0", np.zeros(35, np.uint8), (2, 32))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(seeds, st.sampled_from(["NHD", "HND", "format", "packed"]), st.sampled_from([1, 3]), st.booleans())
 def test_kv_write_and_gather_agree(seed, kind, page, scaled):
     rng = np.random.default_rng(seed)
@@ -417,7 +417,7 @@ def test_kv_copy_is_a_snapshot(kv_copy):
     assert kv_copy([cache], np.zeros((0, 2), np.int64))[0].ravel().tolist() == [0, 1, 2, 3]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seeds, st.sampled_from([1, 3, 4]), st.sampled_from([1, 2, 5]), st.booleans(), st.booleans())
 def test_kv_convert_agrees_and_comes_back(seed, src_page, dst_page, scaled, packed):
     rng = np.random.default_rng(seed)

@@ -49,42 +49,44 @@ def gemm_blocked(
     total = total * alpha
     if beta != 0:
         total = total + as_float64(c) * beta
-    return _ACTIVATIONS[activation](total if bias is None else total + as_float64(bias))
+    return np.asarray(_ACTIVATIONS[activation](total if bias is None else total + as_float64(bias)))
 
 
 def dequantise_blocked(
     weight: Any, *, scheme: str = "dense", shape: tuple[int, int] | None = None, trans_b: bool = True
 ) -> Floats:
     """``reference.dequantise`` of all blocks at once."""
-    if scheme == "dense" or shape is None:
+    if scheme == "dense":
         return as_float64(weight)
+    if shape is None:
+        raise ValueError("raw GGUF blocks need shape=(n, k)")
     matrix: Floats = gguf.decode(scheme, np.asarray(weight), shape, "float64")
     return matrix if trans_b else matrix.T
 
 
 def _spread(scale: Any, shape: tuple[int, ...], *, row_wise: bool) -> Floats:
     """A scalar, vector or block scale as something that broadcasts to the matrix ``shape``."""
-    scale = as_float64(scale)
-    if scale.size == 1:
-        return scale.reshape(())
-    if scale.ndim == 1:
-        return scale[:, None] if row_wise else scale[None, :]
+    spread: Floats = as_float64(scale)
+    if spread.size == 1:
+        return spread.reshape(())
+    if spread.ndim == 1:
+        return spread[:, None] if row_wise else spread[None, :]
     for axis, extent in enumerate(shape):
-        if scale.shape[axis] not in (1, extent):
-            scale = np.repeat(scale, 128, axis=axis).take(range(extent), axis=axis)
-    return scale
+        if spread.shape[axis] not in (1, extent):
+            spread = np.repeat(spread, 128, axis=axis).take(range(extent), axis=axis)
+    return spread
 
 
 def _gelu(x: Floats) -> Floats:
-    return x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2
+    return np.asarray(x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2)
 
 
 def _gelu_tanh(x: Floats) -> Floats:
-    return x / (1 + np.exp(-np.sqrt(8 / np.pi) * (x + 0.044715 * x * x * x)))
+    return np.asarray(x / (1 + np.exp(-np.sqrt(8 / np.pi) * (x + 0.044715 * x * x * x))))
 
 
 def _silu(x: Floats) -> Floats:
-    return x * (0.5 + 0.5 * np.tanh(x / 2))
+    return np.asarray(x * (0.5 + 0.5 * np.tanh(x / 2)))
 
 
 _ACTIVATIONS: dict[str, Any] = {

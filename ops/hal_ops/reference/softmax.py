@@ -111,7 +111,7 @@ def _keeps(mask: Any, bias: Any, h: int, at: int) -> bool:
 
 def _of_head(cells: Any, h: int) -> NDArray[Any]:
     cells = np.asarray(cells)
-    return cells if cells.ndim == 1 else cells[h]
+    return np.asarray(cells if cells.ndim == 1 else cells[h])
 
 
 def _lengths(kv_lens: Any, kv_indptr: Any) -> list[int]:

@@ -138,4 +138,4 @@ def _request_cells(x: Any, cells: NDArray[np.int64], grid: tuple[int, int]) -> N
     if x is None:
         return None
     x = np.asarray(x)[..., cells[0] : cells[1]]
-    return x.reshape(*x.shape[:-1], *grid)
+    return np.asarray(x.reshape(*x.shape[:-1], *grid))

@@ -51,11 +51,11 @@ def decode(stored: NDArray[Any], dtype: DType) -> Floats:
     array([ 1., -1.])
     """
     if dtype is DType.bfloat16 and stored.dtype == np.uint16:
-        bits: NDArray[np.uint32] = stored.astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64)
+        halves = stored.astype(np.uint32)
+        return np.left_shift(halves, 16, dtype=np.uint32).view(np.float32).astype(np.float64)
     if dtype in _FP8 and stored.dtype == np.uint8:
-        table: Floats = np.array([_fp8_value(code, dtype) for code in range(256)])
-        return table[stored]
+        table = np.array([_fp8_value(code, dtype) for code in range(256)])
+        return np.asarray(table[stored])
     return np.asarray(stored, dtype=np.float64)
 
 
