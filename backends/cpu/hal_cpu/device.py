@@ -17,9 +17,8 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def probe() -> Device:
-    """Describe the host processor."""
-    import torch
-
+    """Describe the host processor; not available where torch cannot be imported."""
+    runtime, reason = _torch()
     facts = _cpuinfo()
     flags = frozenset((facts.get("flags") or facts.get("Features") or "").split())
     native = {DType.float32} | ({DType.bfloat16} if flags & _BF16_FLAGS else set())
@@ -30,15 +29,26 @@ def probe() -> Device:
         sku=facts.get("model name") or platform.processor() or platform.machine(),
         arch=_arch(platform.machine().lower(), flags),
         driver=f"{platform.system().lower()} {platform.release()}",
-        runtime=f"torch {torch.__version__}",
+        runtime=runtime,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         native_dtypes=frozenset(native),
         emulated_dtypes=frozenset({DType.float16, DType.bfloat16} - native),
         features=frozenset({"host_visible", "dlpack"}),
         limits={"threads": _threads()},
+        available=reason is None,
+        reason=reason,
         tensor_device="cpu",
-        evidence="hardware",
+        evidence="hardware" if reason is None else "none",
     )
+
+
+def _torch() -> tuple[str, str | None]:
+    """The version of torch, or why there is none. A broken installation raises OSError."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return "", f"torch cannot be imported ({error}): pip install torch"
+    return f"torch {torch.__version__}", None
 
 
 def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:

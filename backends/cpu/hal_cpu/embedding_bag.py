@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal_ops.gguf import WEIGHTS
 from hal_ops.scheme import PackedWeight, Scheme
 from hal_torch import gguf
 from hal_torch.gemm import finish
@@ -67,7 +68,7 @@ def _by_bags(x: Tensor, b: PackedWeight) -> Tensor:
         rows.append(sums.view(panels, groups, width).mul_(d).sum(1).view(1, -1))
     y = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else x.new_empty(0, panels * width)
     if zero is not None:
-        y.addmm_(x.view(len(x), groups, gguf.GROUP).sum(-1), zero)
+        y.addmm_(x.view(len(x), groups, WEIGHTS).sum(-1), zero)
     return y
 
 
@@ -75,7 +76,7 @@ def _by_panels(x: Tensor, b: PackedWeight) -> Tensor:
     """``[M, K]`` to ``[M, padded N]``: each panel of weights is decoded once, in cache, and multiplied."""
     table, scale, zero = b.parts
     panels, groups, width = scale.shape
-    rows = table.view(panels, groups * gguf.GROUP, -1)
+    rows = table.view(panels, groups * WEIGHTS, table.shape[1])
     y = torch.empty(len(x), panels * width)
     for panel in range(panels):
         columns = slice(panel * width, (panel + 1) * width)
@@ -85,7 +86,7 @@ def _by_panels(x: Tensor, b: PackedWeight) -> Tensor:
         for first, codes in enumerate(planes):
             lane = slice(first, None, len(planes))
             factor, offset = (part[:, lane].unsqueeze(1).contiguous() for part in (d, minimum))
-            weight = torch.addcmul(offset, codes.float().view(groups, gguf.GROUP, -1), factor)
+            weight = torch.addcmul(offset, codes.float().view(groups, WEIGHTS, -1), factor)
             y[:, columns][:, lane] = x @ weight.flatten(0, 1)
     return y
 
@@ -99,7 +100,7 @@ def _planes(rows: Tensor, width: int, bits: int) -> tuple[Tensor, ...]:
 
 
 def _table(codes: Tensor, bits: int) -> Tensor:
-    """Codes ``[panels, P, K]`` to table rows: the codes of one k, then scale 1 and bias -c as the operator expects them."""
+    """Codes ``[panels, P, K]`` to table rows: the codes of one k, then scale 1 and bias -c."""
     if bits == 8:
         rows = (codes.view(torch.uint8) ^ 128).mT
         tail = torch.tensor([1.0, -_CENTRE[8]], dtype=torch.float32).view(torch.uint8)
@@ -116,7 +117,7 @@ def _padded(x: Tensor, n: int) -> Tensor:
 
 def _panel(n: int) -> int:
     """The panel width that pads least; narrow weights get one panel, a multiple of 16 wide."""
-    narrow = -(-n // 16) * 16
+    narrow = max(1, -(-n // 16)) * 16
     return narrow if narrow <= _PANELS[0] else min(_PANELS, key=lambda width: -n % width)
 
 
@@ -124,7 +125,7 @@ def _panel(n: int) -> int:
 def _bags(rows: int) -> tuple[Tensor, Tensor]:
     """Indices 0..rows-1 and the start of every bag of 32, shared by all weights of one size."""
     indices = torch.arange(rows, dtype=torch.int32)
-    return indices, indices[:: gguf.GROUP].contiguous()
+    return indices, indices[::WEIGHTS].contiguous()
 
 
 @lru_cache(maxsize=2)

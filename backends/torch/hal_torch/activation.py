@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hal.constraint import OneOf, Range
+from hal.constraint import Constraint, OneOf, Range
 from hal.types import Claim, Device, DType, Kernel
 
 
@@ -17,6 +17,9 @@ def silu_mul(x: Tensor, *, out: Tensor) -> None:
 
 def kernels(device: Device) -> list[Kernel]:
     """Return the SiLU gate kernel."""
-    needs = {"dtype": OneOf({DType.float32, DType.float16, DType.bfloat16}), "dim": Range(1, None)}
+    needs: dict[str, Constraint] = {
+        "dtype": OneOf({DType.float32, DType.float16, DType.bfloat16}),
+        "dim": Range(1, None),
+    }
     claim = Claim(op="silu_mul", kernel="torch.silu_mul", needs=needs, determinism="run")
     return [Kernel(claim, lambda spec: silu_mul)]

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.constraint import Flags, OneOf, Range
+from hal.constraint import Constraint, Flags, OneOf, Range
 from hal.types import Claim, Device, DType, Kernel, OpSpec, Refusal, RefusalCode
+from hal_ops.gguf import LAYOUTS, WEIGHTS
 from hal_ops.scheme import PackedWeight, Scheme
 from hal_torch import gguf
 
 FLOATS = OneOf({DType.float32, DType.float16, DType.bfloat16})
 EPILOGUE = {"bias", "relu", "gelu", "gelu_tanh", "silu", "alpha", "beta"}
-GGUF_SCHEMES = frozenset(gguf.BLOCK_BYTES)
+GGUF_SCHEMES = frozenset(LAYOUTS)
 
 # Elements of one widened tile of B: 1 MiB of fp32 stays near the core on a CPU, elsewhere launches are what costs.
 _TILE = {"cpu": 1 << 18}
@@ -56,7 +57,7 @@ def dense(
     wide = a.float()
     for columns in _tiles(b):
         product = wide @ b[..., columns].float()
-        finish(product, out[..., columns], columns, bias=bias, activation=activation, alpha=alpha, beta=beta, c=c)
+        finish(product, out, columns, bias=bias, activation=activation, alpha=alpha, beta=beta, c=c)
 
 
 def finish(
@@ -71,18 +72,17 @@ def finish(
     c: Tensor | None = None,
     **unused: Any,
 ) -> None:
-    """Apply everything that follows the product, fp32 ``[..., M, N]`` which is consumed, and write ``out``.
+    """Apply all that follows the product, some ``columns`` of it in fp32 which are consumed, and write them to ``out``.
 
-    ``columns`` says which columns of ``bias`` and ``c`` belong to these. ``c`` is not read when ``beta`` is 0.
+    ``bias``, ``c`` and ``out`` are whole; ``c`` broadcasts to ``out`` and is not read when ``beta`` is 0.
     """
     if alpha != 1.0:
         product.mul_(alpha)
     if beta != 0.0 and c is not None:
-        # C may have more leading dimensions than the product, or a single column that is broadcast.
-        product = torch.add(product, c.expand(*c.shape[:-1], c.shape[-1])[..., columns].float(), alpha=beta)
+        product.add_(c.expand(out.shape)[..., columns].float(), alpha=beta)
     if bias is not None:
         product.add_(bias[columns])
-    out.copy_(_ACTIVATIONS[activation](product))
+    out[..., columns].copy_(_ACTIVATIONS[activation](product))
 
 
 def quantised(a: Tensor, b: PackedWeight, *, out: Tensor, trans_a: bool = False, **epilogue: Any) -> None:
@@ -94,7 +94,7 @@ def quantised(a: Tensor, b: PackedWeight, *, out: Tensor, trans_a: bool = False,
     for start in range(0, n, rows):
         columns = slice(start, start + rows)
         product = wide @ gguf.dequantize(blocks[columns], b.scheme).mT
-        finish(product, out[..., columns], columns, **epilogue)
+        finish(product, out, columns, **epilogue)
 
 
 def packed_dense(a: Tensor, b: PackedWeight, *, out: Tensor, trans_b: bool = False, **options: Any) -> None:
@@ -125,7 +125,7 @@ def _tile_length(device: torch.device, elements: int) -> int:
 
 def packed_claims(kernel: str, schemes: frozenset[str], *, priority: int = 0) -> tuple[Claim, Claim]:
     """The claims of a kernel that reads what it packed itself from GGUF blocks: (prepack, gemm)."""
-    extent = Range(gguf.GROUP, None)
+    extent = Range(WEIGHTS, None)
     prepack = Claim(
         op="prepack",
         kernel=kernel,
@@ -162,24 +162,34 @@ def _refuse_untransposed(kernel: str, spec: OpSpec) -> list[Refusal]:
 
 def kernels(device: Device) -> list[Kernel]:
     """Return the dense product, and packing and product for dense weights and GGUF blocks."""
-    extents = {"m": Range(0, None), "n": Range(0, None), "k": Range(0, None)}
-    common = {"a_dtype": FLOATS, "out_dtype": FLOATS, "scheme": OneOf({"dense"}), **extents}
+    any_size, scheme = Range(0, None), OneOf({"dense"})
     flags = EPILOGUE | {"trans_a", "batched_a", "strided"}
-    dense_needs = {**common, "b_dtype": FLOATS, "features": Flags(flags | {"trans_b", "batched_b"})}
-    name = "torch.packed_dense"
-    packed_needs = {**common, "packed": OneOf({name}), "features": Flags(flags)}
-    prepack_needs = {
-        "scheme": OneOf({"dense"}),
-        "n": extents["n"],
-        "k": extents["k"],
+    common: dict[str, Constraint] = {
+        "a_dtype": FLOATS,
+        "out_dtype": FLOATS,
+        "scheme": scheme,
+        "m": any_size,
+        "n": any_size,
+        "k": any_size,
+    }
+    plain = {**common, "b_dtype": FLOATS, "features": Flags(flags | {"trans_b", "batched_b"})}
+    kept = {**common, "packed": OneOf({"torch.packed_dense"}), "features": Flags(flags)}
+    keeping: dict[str, Constraint] = {
+        "scheme": scheme,
+        "n": any_size,
+        "k": any_size,
         "w_dtype": FLOATS,
         "features": Flags({"trans_b"}),
     }
-    prepack_gguf, gemm_gguf = packed_claims("torch.gguf", GGUF_SCHEMES)
+    gguf_prepack, gguf_gemm = packed_claims("torch.gguf", GGUF_SCHEMES)
+
+    def claim(op: str, kernel: str, needs: dict[str, Constraint]) -> Claim:
+        return Claim(op=op, kernel=kernel, needs=needs, determinism="run")
+
     return [
-        Kernel(Claim(op="gemm", kernel="torch.gemm", needs=dense_needs, determinism="run"), lambda spec: dense),
-        Kernel(Claim(op="gemm", kernel=name, needs=packed_needs, determinism="run"), lambda spec: packed_dense),
-        Kernel(Claim(op="prepack", kernel=name, needs=prepack_needs, determinism="run"), lambda spec: prepack_dense),
-        Kernel(gemm_gguf, lambda spec: quantised),
-        Kernel(prepack_gguf, lambda spec: prepack_blocks),
+        Kernel(claim("gemm", "torch.gemm", plain), lambda spec: dense),
+        Kernel(claim("gemm", "torch.packed_dense", kept), lambda spec: packed_dense),
+        Kernel(claim("prepack", "torch.packed_dense", keeping), lambda spec: prepack_dense),
+        Kernel(gguf_gemm, lambda spec: quantised),
+        Kernel(gguf_prepack, lambda spec: prepack_blocks),
     ]

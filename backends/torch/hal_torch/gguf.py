@@ -1,10 +1,4 @@
-"""GGUF blocks, as they lie in a file, to torch tensors.
-
-A block holds 32 weights along K (layouts as published in ggml's ``ggml-common.h``):
-``q4_0`` = f16 d, 16 bytes, w = d*(q-8); ``q4_1`` = f16 d, f16 m, 16 bytes, w = d*q + m;
-``q8_0`` = f16 d, 32 int8, w = d*q. Byte i of a 4-bit block has weight i in its low nibble and
-weight i+16 in its high one.
-"""
+"""GGUF blocks, as they lie in a file, to torch tensors; ``hal_ops.gguf`` describes the blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +6,8 @@ import torch
 from torch import Tensor
 
 from hal.errors import ContractError
+from hal_ops.gguf import LAYOUTS, WEIGHTS, row_bytes
 from hal_ops.scheme import Scheme
-
-GROUP = 32
-BLOCK_BYTES = {"gguf_q4_0": 18, "gguf_q4_1": 20, "gguf_q8_0": 34}
 
 
 def as_blocks(weight: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
@@ -25,13 +17,10 @@ def as_blocks(weight: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
         ContractError: K is no multiple of 32, or there are not as many bytes as ``shape`` = (N, K) takes.
     """
     n, k = shape
-    if k % GROUP:
-        raise ContractError("shape", f"K a multiple of {GROUP} for {scheme.name}", f"K = {k}")
-    size = BLOCK_BYTES[scheme.name]
-    required = n * (k // GROUP) * size
+    required = n * row_bytes(scheme.name, k)
     if weight.dtype != torch.uint8 or weight.numel() != required:
         raise ContractError("weight", f"{required} bytes of uint8", f"{weight.numel()} of {weight.dtype}")
-    return weight.reshape(n, k // GROUP, size)
+    return weight.reshape(n, k // WEIGHTS, LAYOUTS[scheme.name].bytes)
 
 
 def split(blocks: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -41,11 +30,11 @@ def split(blocks: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None
         codes ``[N, G, 32]`` (uint8 0..15, or int8 for q8_0), scales fp16 ``[N, G, 1]`` and, for q4_1, minima
         fp16 ``[N, G, 1]``.
     """
-    halves = 2 if scheme.name == "gguf_q4_1" else 1
-    constants = blocks[..., : 2 * halves].contiguous().view(torch.float16)
-    scale, minimum = constants[..., :1], constants[..., 1:] if halves == 2 else None
-    data = blocks[..., 2 * halves :]
-    if scheme.bits == 8:
+    layout = LAYOUTS[scheme.name]
+    header = blocks[..., : layout.header].contiguous().view(torch.float16)
+    scale, minimum = header[..., :1], header[..., 1:] if layout.has_minimum else None
+    data = blocks[..., layout.header :]
+    if layout.bits == 8:
         return data.view(torch.int8), scale, minimum
     data = data.contiguous()  # short strided rows would cost more in both operations below than this copy
     return torch.cat((data & 15, data >> 4), -1), scale, minimum
@@ -55,8 +44,8 @@ def dequantize(blocks: Tensor, scheme: Scheme) -> Tensor:
     """Decode blocks ``[N, G, bytes]`` to the exact weights, rounded once to fp32: ``[N, 32*G]``."""
     codes, scale, minimum = split(blocks, scheme)
     weight = codes.to(torch.float32)
-    if scheme.name == "gguf_q4_0":
-        weight -= 8
+    if zero := LAYOUTS[scheme.name].zero:
+        weight -= zero
     weight *= scale.float()
     if minimum is not None:
         weight += minimum.float()  # the product of 4 and 11 bits is exact, so that only this sum rounds

@@ -30,15 +30,16 @@ def torch_dtype(dtype: DType | str) -> torch.dtype:
     """Return torch's spelling of a dtype.
 
     Raises:
-        ContractError: torch has no such dtype (int4, uint4).
+        ContractError: torch cannot compute with it (int4, uint4).
     """
-    found = getattr(torch, DType.parse(dtype).value, None)
-    if not isinstance(found, torch.dtype):
-        raise ContractError("dtype", "a dtype of torch", str(dtype))
+    parsed = DType.parse(dtype)
+    if parsed.bits < 8:  # torch has the names, but no operator knows them
+        raise ContractError("dtype", "a dtype of 8 bits or more", parsed.value)
+    found: torch.dtype = getattr(torch, parsed.value)
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchEvent:
     """A point in a torch stream; on a CPU, where everything has already happened, a point in time."""
 
@@ -74,7 +75,7 @@ class TorchMemory:
         return _view(x).to(self.device, copy=True)
 
     def to_host(self, x: Any) -> Any:
-        """Copy a tensor to a numpy array, or to a ``hal.Array`` for a dtype that numpy lacks. A host tensor is viewed."""
+        """Copy to a numpy array, or to a ``hal.Array`` for a dtype that numpy lacks. A host tensor is viewed."""
         tensor = self.wrap(x).detach().cpu()
         bits = _BITS.get(tensor.dtype)
         if bits is None:
@@ -99,7 +100,7 @@ class TorchMemory:
         if not self.on_host:
             torch.get_device_module(self.device).synchronize(self.device)
 
-    def event(self) -> TorchEvent:
+    def event(self) -> Event:
         """Mark this point of the current stream."""
         if self.on_host:
             return TorchEvent(self.id, time.perf_counter())
@@ -128,18 +129,17 @@ def _view(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if isinstance(x, np.ndarray):
-        return _view_numpy(x)
+        return _view_numpy(x, torch_dtype(x.dtype))  # ml_dtypes arrays count as numpy arrays and know their name
     if isinstance(x, Array):
         if not isinstance(x.native, np.ndarray):
             raise ContractError("x", "an array on the host", f"one on {x.device}")
-        return _view_numpy(x.native).view(torch_dtype(x.dtype))
+        return _view_numpy(x.native, torch_dtype(x.dtype))
     if not hasattr(x, "__dlpack__"):
         raise ContractError("x", "a tensor, a numpy array, a hal.Array or an object with __dlpack__", type(x).__name__)
     return torch.from_dlpack(x)
 
 
-def _view_numpy(x: np.ndarray) -> Tensor:
-    dtype = torch_dtype(x.dtype)  # ml_dtypes arrays count as numpy arrays and know their name
+def _view_numpy(x: np.ndarray, dtype: torch.dtype) -> Tensor:
     bits = _BITS.get(dtype)
     if bits is not None:
         x = x.view(np.uint16 if bits is torch.uint16 else np.uint8)

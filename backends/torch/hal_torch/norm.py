@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hal.constraint import Flags, OneOf, Range
+from hal.constraint import Constraint, Flags, OneOf, Range
 from hal.types import Claim, Device, DType, Kernel
 
 FLOATS = OneOf({DType.float32, DType.float16, DType.bfloat16})
@@ -26,6 +26,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
 
 def kernels(device: Device) -> list[Kernel]:
     """Return the RMS norm kernel."""
-    needs = {"dtype": FLOATS, "weight_dtype": FLOATS, "dim": Range(1, None), "features": Flags({"residual"})}
+    needs: dict[str, Constraint] = {
+        "dtype": FLOATS,
+        "weight_dtype": FLOATS,
+        "dim": Range(1, None),
+        "features": Flags({"residual"}),
+    }
     claim = Claim(op="rms_norm", kernel="torch.rms_norm", needs=needs, determinism="run")
     return [Kernel(claim, lambda spec: rms_norm)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hal.constraint import Flags, OneOf, Range
+from hal.constraint import Constraint, Flags, OneOf, Range
 from hal.types import Claim, Device, DType, Kernel
 
 FLOATS = OneOf({DType.float32, DType.float16, DType.bfloat16})
@@ -32,7 +32,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, i
 
 def kernels(device: Device) -> list[Kernel]:
     """Return the rotary embedding kernel."""
-    needs = {
+    needs: dict[str, Constraint] = {
         "dtype": FLOATS,
         "cos_dtype": FLOATS,
         "head_dim": Range(1, None),
