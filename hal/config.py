@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from hal.errors import ContractError
@@ -28,7 +26,7 @@ class Config:
     strict: bool = False
     allow_cpu_fallback: bool = False
     trace: bool = False
-    cache_dir: Path = Path()
+    cache_dir: str = ""
 
 
 @lru_cache(maxsize=1)
@@ -56,7 +54,7 @@ def load() -> Config:
     for name, value in os.environ.items():
         if name.startswith("HAL_PIN_") and value:
             pin[name.removeprefix("HAL_PIN_").lower()] = value
-    default_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hal"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     config = Config(
         allow_plugins=None if allow is None else frozenset(allow),
         deny=tuple(_names("HAL_DENY", policy.get("deny")) or ()),
@@ -65,7 +63,7 @@ def load() -> Config:
         strict=_switch("HAL_STRICT", policy.get("strict", False)),
         allow_cpu_fallback=_switch("HAL_ALLOW_CPU_FALLBACK", policy.get("allow_cpu_fallback", False)),
         trace=_switch("HAL_TRACE", False),
-        cache_dir=Path(os.environ.get("HAL_CACHE_DIR") or default_cache),
+        cache_dir=os.environ.get("HAL_CACHE_DIR") or os.path.join(home, "hal"),
     )
     if config.trace:
         logging.basicConfig(format="%(name)s: %(message)s")
@@ -82,8 +80,11 @@ _KINDS: dict[str, dict[str, type]] = {
 def _read_file(path: str | None) -> dict[str, Any]:
     if not path:
         return {}
+    import tomllib  # only processes that have a file pay for it
+
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ContractError("HAL_CONFIG", "a readable TOML file", f"{path}: {error}") from error
     for table, content in data.items():

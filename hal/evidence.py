@@ -6,18 +6,17 @@ nothing to anybody who does not trust this machine.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal import config, generation
 from hal.types import Device, OpSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 log = logging.getLogger("hal.evidence")
 
@@ -51,11 +50,16 @@ class Evidence:
 
 def folder() -> Path:
     """Return where records lie."""
-    return config.load().cache_dir / "evidence"
+    from pathlib import Path
+
+    return Path(config.load().cache_dir) / "evidence"
 
 
 def store(record: Evidence) -> Path:
     """Write one record, replacing an earlier one of the same kernel, operator, plugin and SKU."""
+    import hashlib
+    import json
+
     key = hashlib.sha256("\0".join((record.op, record.kernel, record.plugin, record.sku)).encode()).hexdigest()[:16]
     path = folder() / f"{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +84,8 @@ def latency(record: Evidence | None, spec: OpSpec) -> float:
 
 @lru_cache(maxsize=1)
 def _load() -> dict[tuple[str, ...], Evidence]:
+    import json
+
     found: dict[tuple[str, ...], Evidence] = {}
     if not folder().is_dir():
         return found
@@ -98,6 +104,10 @@ def _load() -> dict[tuple[str, ...], Evidence]:
 @cache
 def build_hash(plugin: str) -> str:
     """Return the sha256 over the files of a plugin's package, its shared objects included."""
+    import hashlib
+    import importlib.util
+    from pathlib import Path
+
     try:
         spec = importlib.util.find_spec(f"hal_{plugin}")
     except (ImportError, ValueError):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hal.errors import ContractError
@@ -56,6 +53,10 @@ class Manifest:
         Raises:
             ContractError: no such package, no manifest, or a malformed one.
         """
+        import importlib.util
+        import json
+        from pathlib import Path
+
         try:
             found = importlib.util.find_spec(module)
         except (ImportError, ValueError) as error:
