@@ -70,10 +70,16 @@ def signature(x: Any) -> Any:
 
 def rows(x: Any) -> Any:
     """Return the signature of an array without the size of its first dimension, which changes at every step."""
-    try:
-        return x.dtype, x.shape[1:], x.stride(), x.device
-    except (AttributeError, TypeError):
-        return _plain_signature(x, 1)
+    return split(x)[1]
+
+
+def split(x: Any) -> tuple[int, Any]:
+    """Return the size of the first dimension and the signature of the rest."""
+    try:  # a plain tuple slices four times faster than a torch.Size
+        count, *rest = tuple(x.shape)
+        return count, (x.dtype, tuple(rest), x.stride(), x.device)
+    except (AttributeError, TypeError, ValueError):
+        return (x.shape[0] if getattr(x, "shape", ()) else 0), _plain_signature(x, 1)
 
 
 def _plain_signature(x: Any, first: int) -> Any:

@@ -9,7 +9,7 @@ from hal import binding
 from hal.errors import ContractError
 from hal.types import DType, OpSpec
 from hal_ops import arrays, compiled, dispatch, validate
-from hal_ops.attention_contract import Facts, Options, validate_call, validate_sizes
+from hal_ops.attention_contract import Facts, Options, validate_call, validate_out, validate_sizes
 from hal_ops.cache_shape import Layout
 from hal_ops.plan import AttentionPlan, plan_attention
 
@@ -99,12 +99,11 @@ def attention(
         )  # fmt: skip
     if plan is None:
         plan = _plan(q, k, q_indptr, kv_lens, kv_indptr, block_table)
+    (queries, q_rows), (keys, k_rows), (values, v_rows) = arrays.split(q), arrays.split(k), arrays.split(v)
     key = (
-        arrays.rows(q), arrays.rows(k), arrays.rows(v), layout, plan.bucket, plan.paged, causal, window, softcap, scale,
-        arrays.signature(alibi_slopes), arrays.signature(sinks), _growing(mask), _growing(bias),
-        _scale_key(k_scale), _scale_key(v_scale),
-        out if out is None else arrays.rows(out), out_dtype, return_lse, determinism, kv_slack, check, device,
-        dispatch.default_device(),
+        q_rows, k_rows, v_rows, layout, plan.bucket, plan.paged, causal, window, softcap, scale,
+        _extras_key(alibi_slopes, sinks, mask, bias, k_scale, v_scale), out if out is None else arrays.rows(out),
+        out_dtype, return_lse, determinism, kv_slack, check, device, dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
     if route is None:
@@ -115,7 +114,9 @@ def attention(
         route = _table.add(key, _route(q, k, v, plan, options, device))
     facts: Facts = route.facts
     if check != "none":
-        validate_sizes(q, k, v, plan, facts, out, mask, bias)
+        validate_sizes(queries, keys, values, plan, facts, mask, bias)
+        if out is not None:
+            validate_out(out, q, k, v, plan)
     total = plan.total_q
     if out is None:
         out = arrays.empty(q, (total, *facts.out_shape), facts.out_dtype)
@@ -131,8 +132,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _scale_key(x: Any) -> Any:
-    return x if isinstance(x, int | float) else arrays.signature(x)
+def _extras_key(alibi_slopes: Any, sinks: Any, mask: Any, bias: Any, k_scale: Any, v_scale: Any) -> Any:
+    if alibi_slopes is sinks is mask is bias is k_scale is v_scale is None:
+        return None
+    static = tuple(x if isinstance(x, int | float) else arrays.signature(x) for x in (k_scale, v_scale))
+    return arrays.signature(alibi_slopes), arrays.signature(sinks), _growing(mask), _growing(bias), static
 
 
 def _growing(x: Any) -> Any:
@@ -197,7 +201,8 @@ def _checked(wanted: OpSpec, device: str, fn: Callable[..., Any], level: str) ->
             fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
         )  # fmt: skip
         _, facts = validate_call(q, k, v, plan, options)
-        validate_sizes(q, k, v, plan, facts, out, kw.get("mask"), kw.get("bias"))
+        validate_sizes(q.shape[0], k.shape[0], v.shape[0], plan, facts, kw.get("mask"), kw.get("bias"))
+        validate_out(out, q, k, v, plan)
         return fn(q, k, v, plan, out=out, lse=lse, **kw)
 
     return checked

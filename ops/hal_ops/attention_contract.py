@@ -192,22 +192,28 @@ def _features(q: Meta, k: Meta, cache: cache_shape.CacheShape, o: Options) -> se
     return {name for name, used in flags.items() if used}
 
 
-def validate_sizes(q: Any, k: Any, v: Any, plan: AttentionPlan, facts: Facts, out: Any, mask: Any, bias: Any) -> None:
-    """Check what changes from step to step and is therefore not part of the signature."""
-    if q.shape[0] != plan.total_q:
-        raise ContractError("q", f"{plan.total_q} tokens, the end of q_indptr", f"{q.shape[0]} tokens")
-    if v.shape[0] != k.shape[0]:
-        raise ContractError("v", f"{k.shape[0]} rows, as k", f"{v.shape[0]} rows")
+def validate_sizes(
+    queries: int, keys: int, values: int, plan: AttentionPlan, facts: Facts, mask: Any, bias: Any
+) -> None:
+    """Check the first dimensions of q, k and v: they change from step to step and are no part of the signature."""
+    if queries != plan.total_q:
+        raise ContractError("q", f"{plan.total_q} tokens, the end of q_indptr", f"{queries} tokens")
+    if values != keys:
+        raise ContractError("v", f"{keys} rows, as k", f"{values} rows")
     if facts.pages:
-        plan.check_pages(k.shape[0], facts.pages)
-    elif k.shape[0] < plan.total_kv:
-        raise ContractError("k", f"at least {plan.total_kv} tokens, the end of kv_indptr", f"{k.shape[0]} tokens")
-    if mask is not None or bias is not None:
-        cells = int((plan.q_lens * plan.kv_lens).sum())
-        for name, x in (("mask", mask), ("bias", bias)):
-            if x is not None and x.shape[-1] != cells:
-                raise ContractError(name, f"sum(Lq*Lk) = {cells} values per head", f"{x.shape[-1]}")
-    if out is not None:
-        if out.shape[0] != plan.total_q:
-            raise ContractError("out", f"{plan.total_q} tokens, as q", f"{out.shape[0]} tokens")
-        validate.apart("out", out, q=q, k=k, v=v)
+        plan.check_pages(keys, facts.pages)
+    elif keys < plan.total_kv:
+        raise ContractError("k", f"at least {plan.total_kv} tokens, the end of kv_indptr", f"{keys} tokens")
+    if mask is None is bias:
+        return
+    cells = int((plan.q_lens * plan.kv_lens).sum())
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is not None and x.shape[-1] != cells:
+            raise ContractError(name, f"sum(Lq*Lk) = {cells} values per head", f"{x.shape[-1]}")
+
+
+def validate_out(out: Any, q: Any, k: Any, v: Any, plan: AttentionPlan) -> None:
+    """Check a given output's token count and that it shares no memory with the inputs."""
+    if out.shape[0] != plan.total_q:
+        raise ContractError("out", f"{plan.total_q} tokens, as q", f"{out.shape[0]} tokens")
+    validate.apart("out", out, q=q, k=k, v=v)

@@ -87,7 +87,7 @@ def writable(name: str, x: Any, described: Meta) -> None:
         )
 
 
-def apart(name: str, out: Any, **inputs: Any) -> None:
+def apart(name: str, out: Any, /, **inputs: Any) -> None:
     """Check that an array to be written shares no memory with the inputs; interleaved views count as shared."""
     low, high = arrays.span(out)
     for other, x in inputs.items():
