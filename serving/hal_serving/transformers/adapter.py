@@ -137,6 +137,7 @@ def use_hal(model: PreTrainedModel, *, prefill: str = "cpu:0", decode: str = "cp
 
     model.requires_grad_(False)
     for name, linear in linears.items():
+        linear.renew()
         model.set_submodule(name, linear)
     attention.register()
     model.set_attn_implementation(attention.NAME)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import hal_ops
 from hal.errors import ContractError, UnsupportedError
 from hal_serving.transformers import role as roles
-from hal_serving.transformers.cache import PagedLayer
+from hal_serving.transformers.cache import PagedLayer, Step
 from hal_serving.transformers.format import AttentionNeeds, CacheFormat
 from hal_serving.transformers.role import Role
 
@@ -100,7 +100,7 @@ def attention(
     return _paged(layer, query, attention_mask, options), None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """What a layer adds to the plain score."""
 
@@ -109,6 +109,11 @@ class Options:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells layers of one model apart."""
+        return self.causal, self.window, self.softcap, self.sinks is None
 
     @property
     def features(self) -> frozenset[str]:
@@ -155,12 +160,27 @@ def _paged(layer: PagedLayer, query: torch.Tensor, mask: torch.Tensor | None, op
         device=role.device,
         **options.arguments,
     )
+    kind = (k_cache.shape, *options.kind)
+    if kind not in step.noted:
+        step.noted.add(kind)
+        _note_paged(role, pool.format, step, q, k, v, options)
+    return unpack(out, step.rows, query.shape[0], query.shape[2])
+
+
+def _note_paged(
+    role: Role,
+    kv_format: CacheFormat,
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+) -> None:
     features = options.features if q.is_contiguous() else options.features | {"strided"}
     needs = AttentionNeeds(q.dtype, q.shape[2], v.shape[2], k.shape[1], q.shape[1] // k.shape[1], ())
-    if role.first((step.sizes, needs, features, pool.format)):
+    if role.first((step.sizes, needs, features, kv_format)):
         batch, max_q, max_kv = step.sizes
-        role.note(pool.format.spec(needs, features, batch=batch, max_q=max_q, max_kv=max_kv))
-    return unpack(out, step.rows, query.shape[0], query.shape[2])
+        role.note(kv_format.spec(needs, features, batch=batch, max_q=max_q, max_kv=max_kv))
 
 
 def _writer(role: Role, kv_format: CacheFormat, k: torch.Tensor, v: torch.Tensor) -> str:

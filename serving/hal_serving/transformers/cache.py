@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Step:
     plan: Any = None  # AttentionPlan; None until the first layer brings the mask
     slots: torch.Tensor | None = None  # int64 [T], where the new tokens go
     rows: torch.Tensor | None = None  # int64 [T], which of the batch * columns tokens are real; None: all
+    noted: set[Any] = field(default_factory=set)  # kinds of layers that are on record
     sizes: tuple[int, int, int] = (0, 0, 0)  # batch, longest query and key sequence, bucketed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:

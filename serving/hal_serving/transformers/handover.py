@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+import hal
 import hal_ops
 from hal_serving.transformers.format import CacheFormat
 from hal_serving.transformers.pool import PagePool
@@ -88,7 +89,7 @@ def _descriptor(
 ) -> hal_ops.KVCacheFormat:
     make = hal_ops.KVCacheFormat.nhd if kv_format.layout == "NHD" else hal_ops.KVCacheFormat.hnd
     return make(
-        dtype=k.dtype,
+        dtype=hal.DType.parse(k.dtype),
         page_tokens=kv_format.page,
         kv_heads=heads,
         head_dim=k.shape[3],

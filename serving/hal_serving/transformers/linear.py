@@ -9,6 +9,7 @@ import gguf
 import torch
 from torch import nn
 
+import hal
 import hal_ops
 from hal_ops.spec import bucket
 from hal_serving.transformers import role as roles
@@ -46,21 +47,30 @@ class HalLinear(nn.Module):
         self.out_features, self.in_features = shape if shape is not None else tuple(weight.shape)
         self.bias = None if bias is None else bias.detach()
         self._packed: dict[str | None, hal_ops.PackedWeight] = {}
+        self._noted: set[Any] = set()  # (role, rows, dtype)
         self._lock = threading.Lock()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to ``[..., k]``; returns ``[..., n]`` of ``x``'s dtype."""
         forward = roles.current()
-        device = None if forward is None else forward.role.device
+        role = None if forward is None else forward.role
+        device = None if role is None else role.device
         packed = self._packed.get(device) or self._pack(device)
-        rows = x.reshape(-1, self.in_features).contiguous()
+        # A batch's last tokens are a strided view; not every device reads those.
+        rows = x.view(-1, self.in_features) if x.is_contiguous() else x.reshape(-1, self.in_features).contiguous()
         out = hal_ops.gemm(rows, packed, bias=self.bias, device=device)
-        if forward is not None:
-            key = (packed.kernel, packed.shape, self.scheme, bucket(rows.shape[0]), x.dtype, self.bias is None)
-            if forward.role.first(key):
-                forward.role.note(self.prepack_spec())
-                forward.role.note(self.gemm_spec(x.dtype, rows.shape[0], packed.kernel))
+        if role is not None and (role, len(rows), x.dtype) not in self._noted:
+            self._noted.add((role, len(rows), x.dtype))
+            role.note(self.prepack_spec())
+            role.note(self.gemm_spec(x.dtype, len(rows), packed.kernel))
         return out.view(*x.shape[:-1], self.out_features)
+
+    def renew(self) -> None:
+        """Forget packed weights that another kernel would pack now, and what was noted for former roles."""
+        self._noted.clear()
+        for device, packed in list(self._packed.items()):
+            if device is None or hal.explain(self.prepack_spec(), device).chosen != packed.kernel:
+                del self._packed[device]
 
     def _pack(self, device: str | None) -> hal_ops.PackedWeight:
         with self._lock:
