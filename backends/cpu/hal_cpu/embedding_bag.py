@@ -51,7 +51,10 @@ def gemm(a: Tensor, b: PackedWeight, *, out: Tensor, trans_a: bool = False, **ep
     a = a.mT if trans_a else a
     x = a.float().reshape(-1, k)
     multiply = _by_bags if len(x) <= _ROWS_BY_BAG else _by_panels
-    finish(multiply(x, b)[:, :n].view(*a.shape[:-1], n), out, **epilogue)
+    y = multiply(x, b)
+    if y.shape[1] != n:  # columns that only fill the last panel
+        y = y[:, :n]
+    finish(y if a.dim() == 2 else y.view(*a.shape[:-1], n), out, **epilogue)
 
 
 def _by_bags(x: Tensor, b: PackedWeight) -> Tensor:

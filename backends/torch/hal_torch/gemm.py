@@ -63,7 +63,7 @@ def dense(
 def finish(
     product: Tensor,
     out: Tensor,
-    columns: slice = slice(None),
+    columns: slice | None = None,
     *,
     bias: Tensor | None = None,
     activation: str = "none",
@@ -72,17 +72,22 @@ def finish(
     c: Tensor | None = None,
     **unused: Any,
 ) -> None:
-    """Apply all that follows the product, some ``columns`` of it in fp32 which are consumed, and write them to ``out``.
+    """Apply all that follows the product, fp32 ``[..., M, N]`` which is consumed, and write ``out``.
 
-    ``bias``, ``c`` and ``out`` are whole; ``c`` broadcasts to ``out`` and is not read when ``beta`` is 0.
+    With ``columns`` the product holds those alone, while ``bias``, ``c`` and ``out`` are whole. ``c`` broadcasts to
+    ``out`` and is not read when ``beta`` is 0.
     """
+    if columns is not None:
+        c = None if c is None else c.expand(out.shape)[..., columns]
+        bias = None if bias is None else bias[columns]
+        out = out[..., columns]
     if alpha != 1.0:
         product.mul_(alpha)
     if beta != 0.0 and c is not None:
-        product.add_(c.expand(out.shape)[..., columns].float(), alpha=beta)
+        product.add_(c, alpha=beta)
     if bias is not None:
-        product.add_(bias[columns])
-    out[..., columns].copy_(_ACTIVATIONS[activation](product))
+        product.add_(bias)
+    out.copy_(_ACTIVATIONS[activation](product))
 
 
 def quantised(a: Tensor, b: PackedWeight, *, out: Tensor, trans_a: bool = False, **epilogue: Any) -> None:
