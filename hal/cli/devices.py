@@ -50,10 +50,8 @@ def record(device: Device) -> dict[str, Any]:
         "available": device.available,
         "reason": device.reason,
         "host_visible": "host_visible" in device.features,
-        "dtypes": {
-            "native": sorted(device.native_dtypes),
-            "emulated": sorted(device.emulated_dtypes),
-        },
+        "dtypes": sorted(device.native_dtypes | device.emulated_dtypes),
+        "emulated_dtypes": sorted(device.emulated_dtypes),
         "memory_bytes": device.memory_bytes,
         "evidence": device.evidence,
         "driver": device.driver,
