@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from hal_serving.transformers import role as roles  # noqa: E402
 from hal_serving.transformers import use_hal  # noqa: E402
 from hal_serving.transformers.linear import HalLinear  # noqa: E402
 
@@ -274,6 +275,18 @@ def test_use_hal_twice_places_anew() -> None:
     assert second.kernels["decode"] and not first.kernels["decode"]
 
 
+def test_placing_anew_follows_the_policy() -> None:
+    model, _ = placed("llama")
+    generated(model, input_ids=prompt(3), max_new_tokens=2)
+    linear = model.lm_head
+    before = linear._packed[CPU]
+    use_hal(model)
+    assert linear._packed[CPU] is before
+    with hal.policy(deny=[before.kernel]), pytest.raises(hal.UnsupportedError, match="cannot pack"):
+        use_hal(model)
+    assert torch.equal(generated(model, input_ids=prompt(5)), generated(stock("llama"), input_ids=prompt(5)))
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -298,6 +311,7 @@ def test_four_dimensional_masks_are_refused() -> None:
     model, _ = placed("llama")
     with pytest.raises(hal.ContractError, match="2-D padding mask"):
         model(prompt(4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    assert roles.current() is None  # a forward that raises ends like any other
 
 
 def test_static_caches_are_refused() -> None:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from hal_serving.transformers import role as roles  # noqa: E402
 from hal_serving.transformers.attention import attention  # noqa: E402
 from hal_serving.transformers.cache import PagedCache  # noqa: E402
 from hal_serving.transformers.format import CacheFormat  # noqa: E402
@@ -238,3 +239,23 @@ def test_layers_read_gguf_blocks(scheme: str) -> None:
     embedding = HalEmbedding(raw, scheme, (24, 64), torch.bfloat16)
     ids = torch.tensor([[3, 0], [23, 3]])
     assert torch.equal(embedding(ids), dense[ids].bfloat16())
+
+
+def test_a_weight_is_packed_anew_when_another_kernel_would_pack_it() -> None:
+    for scheme, block in (("gguf_q8_0", 34), ("gguf_q4_1", 20)):
+        linear = HalLinear(torch.zeros(32 * 2 * block, dtype=torch.uint8), scheme=scheme, shape=(32, 64))
+        found = hal.explain(linear.prepack_spec(), "cpu:0")
+        roles.enter(Role("decode", "cpu:0", FORMATS["pages"][1]))
+        try:
+            linear(torch.ones(1, 64))
+            assert linear._packed["cpu:0"].kernel == found.chosen
+            others = {refusal.kernel for refusal in found.refusals if refusal.field == "rank"}
+            for other in others:
+                with hal.policy(pin={"prepack": other}):
+                    linear.renew()
+                    linear(torch.ones(1, 64))
+                    assert linear._packed["cpu:0"].kernel == other
+                linear.renew()
+                assert not linear._packed
+        finally:
+            roles.leave()
