@@ -24,7 +24,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_PLAIN = {GGMLQuantizationType.F32: np.dtype("<f4"), GGMLQuantizationType.F16: np.dtype("<f2")}
+_PLAIN: dict[GGMLQuantizationType, Any] = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 _MAX_DIMS = 4
 
 

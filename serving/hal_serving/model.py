@@ -100,7 +100,8 @@ def hal_model(file: GGUFFile, dtype: torch.dtype, progress: Progress = lambda do
             model.set_submodule(path, _linear(weight, bias, dtype))
         elif isinstance(module, nn.Embedding) and weight.type in _PACKED:
             blocks, scheme = _stored(weight, dtype)
-            model.set_submodule(path, HalEmbedding(blocks, scheme, weight.shape, dtype))
+            rows, width = weight.shape
+            model.set_submodule(path, HalEmbedding(blocks, scheme, (rows, width), dtype))
         else:
             module.weight = nn.Parameter(_dense(weight, dtype), requires_grad=False)
     if model.config.tie_word_embeddings:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import hal
-from hal.types import Explanation, Refusal
+from hal.types import Explanation
 
 if TYPE_CHECKING:
     from hal_serving.run import Generation, Session
@@ -51,7 +51,9 @@ def show_placement(session: Session) -> None:
         state = "available" if device.available else f"not available: {device.reason}"
         devices.add_row(device.id, device.sku or device.vendor, state)
     console.print(devices)
-    kernels = Table("operator", "role", "device", "kernel", "why", title="kernels", title_justify="left")
+    kernels = Table(title="kernels", title_justify="left")
+    for column in ("operator", "role", "device", "kernel", "why"):
+        kernels.add_column(column, overflow="fold")
     rows = {(op, role, device, found.chosen or "none", why(found)) for role, op, device, found in session.explanations}
     for row in sorted(rows, key=lambda row: (row[0], row[1] != "prefill", *row[2:])):
         kernels.add_row(*row)
@@ -60,21 +62,20 @@ def show_placement(session: Session) -> None:
 
 
 def why(explanation: Explanation) -> str:
-    """One phrase on why the chosen kernel was chosen.
+    """One phrase on why the chosen kernel was chosen, or why none was.
 
-    >>> why(Explanation(None, "a.x", (), {}, 0))
+    >>> from hal.types import OpSpec
+    >>> why(Explanation(OpSpec("gemm", (1, 0), {}), "a.gemm", (), {}, 0))
     'the only candidate'
     """
-    outranked = {refusal.kernel for refusal in explanation.refusals if _ranked(refusal)}
+    if explanation.chosen is None:
+        return "; ".join(dict.fromkeys(map(str, explanation.refusals)))
+    outranked = {refusal.kernel for refusal in explanation.refusals if refusal.field == "rank"}
     refused = {refusal.kernel for refusal in explanation.refusals} - outranked
     if not outranked and not refused:
         return "the only candidate"
     place = f"ranks before {', '.join(sorted(outranked))}" if outranked else "the only one that fits"
     return f"{place}; {len(refused)} refused" if refused else place
-
-
-def _ranked(refusal: Refusal) -> bool:
-    return refusal.field == "rank"
 
 
 def show_result(session: Session, done: Generation, equal: bool | None) -> None:

@@ -64,15 +64,15 @@ class Session:
         self.tokenizer = tokenizer
         self.prefill = prefill
         self.decode = decode
-        self._model = model
-        self._stock = stock
+        self.model = model
+        self.stock = stock
         self._reference: PreTrainedModel | None = None
         self._handle = use_hal(model, prefill=prefill, decode=decode)
 
     @property
     def context(self) -> int:
         """The longest sequence, prompt and generated tokens together."""
-        return int(self._model.config.max_position_embeddings)
+        return int(self.model.config.max_position_embeddings)
 
     @property
     def kernels(self) -> dict[str, dict[str, list[str]]]:
@@ -133,7 +133,7 @@ class Session:
         start = time.perf_counter()
         try:
             while len(done.tokens) < budget:
-                logits = self._model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                logits = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
                 ids = choose(ids, logits)
                 done.tokens.append(int(ids))
                 elapsed = time.perf_counter() - start
@@ -151,7 +151,7 @@ class Session:
 
     def warm_up(self) -> None:
         """Bind every kernel by a short generation, so that the first real one measures work, not preparation."""
-        prompt = [min(1, self._model.config.vocab_size - 1)] * _WARM_UP_TOKENS
+        prompt = [min(1, self.model.config.vocab_size - 1)] * _WARM_UP_TOKENS
         if self.generate(prompt, max_tokens=3).stopped == "interrupted":
             raise KeyboardInterrupt
 
@@ -159,7 +159,7 @@ class Session:
     def reference_tokens(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What transformers alone generates greedily in float32, from the same weights."""
         if self._reference is None:
-            self._reference = self._stock()
+            self._reference = self.stock()
         ids = torch.tensor([list(prompt_ids)])
         output = self._reference.generate(
             ids,
@@ -171,7 +171,7 @@ class Session:
         return output[0, len(prompt_ids) :].tolist()
 
     def _eos_ids(self) -> set[int]:
-        ids = self._model.generation_config.eos_token_id
+        ids = self.model.generation_config.eos_token_id
         return set(ids) if isinstance(ids, list) else {ids} - {None}
 
 
