@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hal.dtype import DType
+from hal.errors import ContractError
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +27,15 @@ class Array:
     def host(cls, bits: Any, dtype: DType | str) -> Array:
         """Wrap a numpy array of raw bits as an array of ``dtype`` on ``cpu:0``.
 
+        Raises:
+            ContractError: the elements are not as wide as ``dtype``.
+
         >>> import numpy
         >>> Array.host(numpy.zeros((2, 3), "uint16"), "bf16").shape
         (2, 3)
         """
+        parsed = DType.parse(dtype)
+        if bits.itemsize != parsed.itemsize:
+            raise ContractError("bits", f"elements of {parsed.itemsize} bytes for {parsed}", f"{bits.dtype}")
         strides = tuple(stride // bits.itemsize for stride in bits.strides)
-        return cls("cpu:0", DType.parse(dtype), tuple(bits.shape), strides, bits)
+        return cls("cpu:0", parsed, tuple(bits.shape), strides, bits)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hal import evidence, generation, health, match, policies, registry
-from hal.errors import ContractError, UnsupportedError
+from hal.array import Array
+from hal.errors import ContractError, HalError, OutOfMemory, TransientError, UnsupportedError
 from hal.types import Bound, Device, Explanation, Kernel, OpSpec, Refusal, RefusalCode
 
 log = logging.getLogger("hal.binding")
@@ -18,9 +20,11 @@ FALLBACK = "cpu:0"
 
 # op -> wrap(spec, device id, fn, level): validates, then calls fn. The owner of the operators fills it.
 WRAPPERS: dict[str, Callable[[OpSpec, str, Callable[..., Any], str], Callable[..., Any]]] = {}
+# op -> places of the arguments of its bound form that stay host arrays on every device. Filled likewise.
+ON_HOST: dict[str, frozenset[int]] = {}
 
 _bounds: weakref.WeakKeyDictionary[Bound, _Request] = weakref.WeakKeyDictionary()
-_built: dict[tuple[str, str, OpSpec], tuple[Kernel, Callable[..., Any]]] = {}
+_built: dict[tuple[str, str, OpSpec], _Built] = {}
 _lookup: dict[tuple[OpSpec, str], Bound] = {}
 
 
@@ -29,6 +33,15 @@ class _Request:
     spec: OpSpec
     device: str
     check: Check
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What ``Kernel.build`` made, or why it did not: a build that failed is not tried again at every change."""
+
+    kernel: Kernel
+    fn: Callable[..., Any] | None
+    refusals: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,14 +69,18 @@ def bind(spec: OpSpec, device: str | Device, *, check: Check = "none") -> Bound:
     """
     if check not in ("none", "meta", "full"):
         raise ContractError("check", "none, meta or full", repr(check))
-    if not isinstance(spec, OpSpec):
-        raise ContractError("spec", "an OpSpec (see hal_ops.spec)", repr(spec))
+    _check_spec(spec)
     request = _Request(spec, registry.resolve(device).id, check)
     with generation.lock:
         choice = _choose(spec, request.device)
         bound = Bound(_wrapped(request, choice.fn), choice.kernel.claim.kernel, choice.record)
         _bounds[bound] = request
         return bound
+
+
+def _check_spec(spec: Any) -> None:
+    if not isinstance(spec, OpSpec):
+        raise ContractError("spec", "an OpSpec (see hal_ops.spec)", repr(spec))
 
 
 def lookup(spec: OpSpec, device: str) -> Bound:
@@ -88,7 +105,11 @@ def explain(spec: OpSpec, device: str | Device | None = None) -> Explanation:
 
     Without ``device`` the candidates of every device are judged and the record names the first
     device, in order of id, that has a kernel.
+
+    Raises:
+        ContractError: unknown device, or no ``OpSpec``.
     """
+    _check_spec(spec)
     if device is not None:
         return _explain(spec, registry.resolve(device).id)
     records = [_explain(spec, found.id) for found in registry.devices(all=True)]
@@ -120,16 +141,14 @@ def _choose(spec: OpSpec, device_id: str) -> _Choice:
             survivors.append(kernel)
     survivors.sort(key=lambda kernel: _rank(kernel, spec, device, policy))
     for place, kernel in enumerate(survivors):
-        try:
-            fn = _build(kernel, spec, device_id)
-        except Exception as error:  # whatever a build raises, the next candidate gets its turn
-            refusals += health.build_refusals(kernel.claim.kernel, error)
-            log.warning("%s does not build for %s: %s", kernel.claim.kernel, spec, error)
+        built = _build(kernel, spec, device_id)
+        refusals += built.refusals
+        if built.fn is None:
             continue
         winner = kernel.claim
         refusals += [_outranked(other, winner.kernel, spec, device, policy) for other in survivors[place + 1 :]]
         _warn_if_second_choice(candidates, kernel, spec, device, policy)
-        return _Choice(kernel, fn, _record(spec, winner.kernel, refusals, device))
+        return _Choice(kernel, built.fn, _record(spec, winner.kernel, refusals, device))
     return _fallback_or_raise(spec, device, policy, refusals)
 
 
@@ -189,12 +208,24 @@ def _warn_if_second_choice(
     log.debug("%s on %s -> %s", spec, device.id, winner.claim.kernel)
 
 
-def _build(kernel: Kernel, spec: OpSpec, device: str) -> Callable[..., Any]:
+def _build(kernel: Kernel, spec: OpSpec, device: str) -> _Built:
+    """Build once per kernel and specification.
+
+    Raises:
+        OutOfMemory, TransientError: these say nothing about the kernel, so nothing is remembered.
+    """
     key = (device, kernel.claim.kernel, spec)
     found = _built.get(key)
-    if found is None or found[0] is not kernel:  # a plugin that came back under the same name is another kernel
-        found = _built[key] = (kernel, kernel.build(spec))
-    return found[1]
+    if found is None or found.kernel is not kernel:  # a plugin that came back under the same name is another kernel
+        try:
+            found = _Built(kernel, kernel.build(spec))
+        except (OutOfMemory, TransientError):
+            raise
+        except Exception as error:  # whatever else a build raises, the next candidate gets its turn
+            log.warning("%s does not build for %s: %s", kernel.claim.kernel, spec, error)
+            found = _Built(kernel, None, tuple(health.build_refusals(kernel.claim.kernel, error)))
+        _built[key] = found
+    return found
 
 
 def _record(spec: OpSpec, chosen: str, refusals: list[Refusal], device: Device) -> Explanation:
@@ -213,17 +244,46 @@ def _record(spec: OpSpec, chosen: str, refusals: list[Refusal], device: Device) 
 
 
 def _fallback_or_raise(spec: OpSpec, device: Device, policy: policies.Policy, refusals: list[Refusal]) -> _Choice:
-    if policy.allow_cpu_fallback and device.id != FALLBACK and "host_visible" in device.features:
-        log.warning("%s: no kernel of %s fits; %s serves, as the policy allows", spec, device.id, FALLBACK)
-        choice = _choose(spec, FALLBACK)
-        record = choice.record
-        merged = Explanation(spec, record.chosen, (*refusals, *record.refusals), record.evidence, record.generation)
-        return _Choice(choice.kernel, choice.fn, merged)
     if not refusals:
         what = f"a kernel for {spec.op}"
-        actual = device.reason if not device.available else f"the plugin {device.plugin} claims none"
-        refusals = [Refusal(device.id, RefusalCode.device, "op", what, actual or "not available")]
+        none = registry.problem(device.id) or f"the plugin {device.plugin} claims none"
+        actual = none if device.available else device.reason or "not available"
+        refusals = [Refusal(device.id, RefusalCode.device, "op", what, actual)]
+    if _may_fall_back(device, policy):
+        log.warning("%s: no kernel of %s fits; %s serves, as the policy allows", spec, device.id, FALLBACK)
+        try:
+            choice = _choose(spec, FALLBACK)
+        except UnsupportedError as error:
+            refusals += error.refusals
+        else:
+            record = choice.record
+            merged = Explanation(spec, record.chosen, (*refusals, *record.refusals), record.evidence, record.generation)
+            return _Choice(choice.kernel, _adapted(spec.op, choice.fn), merged)
     raise UnsupportedError(f"no kernel on {device.id} serves {spec}", refusals)
+
+
+def _may_fall_back(device: Device, policy: policies.Policy) -> bool:
+    allowed = policy.allow_cpu_fallback and device.id != FALLBACK and "host_visible" in device.features
+    return allowed and any(other.id == FALLBACK for other in registry.devices(all=True))
+
+
+def _adapted(op: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a kernel of the fallback device take the arrays that are native to the device the caller named."""
+    memory = registry.find_memory(FALLBACK)
+    if memory is None:
+        return fn
+    wrap, on_host = memory.wrap, ON_HOST.get(op, frozenset())
+
+    def native(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(native, x))
+        return wrap(x) if isinstance(x, Array) or hasattr(x, "__dlpack__") else x
+
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        positional = (x if place in on_host else native(x) for place, x in enumerate(args))
+        return fn(*positional, **{name: native(x) for name, x in kwargs.items()})
+
+    return adapted
 
 
 def _wrapped(request: _Request, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,18 +300,22 @@ def _refresh() -> None:
     for bound, request in list(_bounds.items()):
         try:
             choice = _choose(request.spec, request.device)
-        except (UnsupportedError, ContractError) as error:
+        except HalError as error:
             refusals = error.refusals if isinstance(error, UnsupportedError) else ()
             bound.fn, bound.kernel = _raiser(error), ""
             bound.record = Explanation(request.spec, None, refusals, {"device": request.device}, generation.current())
             continue
-        bound.fn = _wrapped(request, choice.fn)
-        bound.kernel, bound.record = choice.kernel.claim.kernel, choice.record
+        # The record comes last: who has read it before calling fn can tell afterwards whether fn was its own.
+        bound.fn, bound.kernel = _wrapped(request, choice.fn), choice.kernel.claim.kernel
+        bound.record = choice.record
 
 
-def _raiser(error: Exception) -> Callable[..., Any]:
+def _raiser(error: HalError) -> Callable[..., Any]:
+    if isinstance(error, ContractError):  # the device left with its plugin
+        error = UnsupportedError(str(error))
+
     def unavailable(*args: Any, **kwargs: Any) -> Any:
-        raise error
+        raise copy(error)  # an exception raised again and again keeps the frames of every time
 
     return unavailable
 

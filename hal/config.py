@@ -94,8 +94,10 @@ def _read_file(path: str | None) -> dict[str, Any]:
             kind = _KINDS[table].get(key)
             if kind is None:
                 raise ContractError("HAL_CONFIG", f"the keys {', '.join(_KINDS[table])} in {table}", f"{key} in {path}")
-            if not isinstance(value, kind):
-                raise ContractError("HAL_CONFIG", f"{table}.{key} of type {kind.__name__}", f"{value!r} in {path}")
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if not isinstance(value, kind) or not all(isinstance(item, str) for item in items):
+                wanted = kind.__name__ + ("" if kind is bool else " of strings")
+                raise ContractError("HAL_CONFIG", f"{table}.{key} of type {wanted}", f"{value!r} in {path}")
     return data
 
 

@@ -100,7 +100,10 @@ class DType(str, Enum):
         """
         if isinstance(value, cls):
             return value
-        found = _PARSED.get(value) if value.__hash__ else None
+        try:
+            found = _PARSED.get(value)
+        except TypeError:  # unhashable, so no dtype of anybody; the look-up says so
+            return cls._lookup(value)
         if found is None:
             found = _PARSED[value] = cls._lookup(value)
         return found
@@ -112,6 +115,8 @@ class DType(str, Enum):
             name = getattr(value, "__name__", str(value)).removeprefix("torch.")
         name = str(name).lower()
         try:
+            if not getattr(value, "isnative", True):
+                raise ValueError("a numpy dtype of the other byte order has the name of the native one")
             return cls(_ALIASES.get(name, name))
         except ValueError:
             known = ", ".join(member.value for member in cls)

@@ -91,14 +91,23 @@ def _load() -> dict[tuple[str, ...], Evidence]:
         return found
     for path in sorted(folder().glob("*.json")):
         try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            record = Evidence(**data)
+            record = Evidence(**_fields(json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError) as error:
             log.warning("evidence %s is unreadable and ignored: %s", path, error)
             continue
         found[record.plugin, record.op, record.kernel, record.sku] = record
         found.setdefault((record.plugin, record.op, record.kernel), record)
     return found
+
+
+def _fields(data: Any) -> dict[str, Any]:
+    """Check the kinds of what a file holds: a record that is believed takes part in every choice."""
+    latency_s = data.get("latency_s", {}) if isinstance(data, dict) else None
+    if not isinstance(latency_s, dict) or not all(type(seconds) in (int, float) for seconds in latency_s.values()):
+        raise ValueError("not an object with latencies in seconds")
+    if not all(isinstance(value, str) for name, value in data.items() if name != "latency_s"):
+        raise ValueError("a field that is no text")
+    return dict(data)
 
 
 @cache

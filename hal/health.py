@@ -45,6 +45,15 @@ def release(device_or_kernel: str) -> None:
         generation.bump()
 
 
+def forget(plugin: str) -> None:
+    """Drop what was held against kernels that left with their plugin. Quarantines stay: they may be the hardware's."""
+    prefix = f"{plugin}:"
+    for key in [key for key in _demoted if key[0].startswith(prefix)]:
+        del _demoted[key]
+    for device in [device for device in _pending if device.startswith(prefix)]:
+        _pending.pop(device, None)
+
+
 def device_reason(device: str) -> str | None:
     """Return why the device is quarantined, or None."""
     reason = _devices.get(device)
@@ -64,9 +73,8 @@ def observe(device: str, kernel: str, spec: OpSpec, error: Exception) -> bool:
 
     Only ``UnsupportedError`` promises that nothing was written, so only it allows that.
     """
-    if isinstance(error, DeviceLost):
-        quarantine(device, reason=str(error))
-    elif isinstance(error, NumericError):
+    observe_device(device, error)
+    if isinstance(error, NumericError):
         with generation.lock:
             _kernels[device, kernel] = str(error)
             log.warning("%s on %s is quarantined: %s", kernel, device, error)
@@ -76,6 +84,12 @@ def observe(device: str, kernel: str, spec: OpSpec, error: Exception) -> bool:
         demote(device, kernel, spec, found)
         return True
     return False
+
+
+def observe_device(device: str, error: Exception) -> None:
+    """Quarantine a device that is lost."""
+    if isinstance(error, DeviceLost):
+        quarantine(device, reason=error.reason)
 
 
 def demote(device: str, kernel: str, spec: OpSpec, reasons: list[Refusal]) -> None:
@@ -96,7 +110,7 @@ def build_refusals(kernel: str, error: Exception) -> list[Refusal]:
 
 def post(device: str, error: HalError) -> None:
     """Leave an asynchronous error to be raised by ``hal.check`` or the next call on the device."""
-    _pending.setdefault(device, error)
+    _pending.setdefault(device.lower(), error)
 
 
 def raise_pending(device: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pluggy
 
-from hal import config, generation, hookspecs
+from hal import config, generation, health, hookspecs
 from hal.errors import ContractError
 from hal.manifest import Manifest
 from hal.types import PluginInfo
@@ -34,10 +34,10 @@ def plugins() -> list[PluginInfo]:
     return [_infos[name] for name in sorted(_infos)]
 
 
-def loaded() -> list[str]:
-    """Return the names of the loaded plugins, sorted."""
+def attached() -> dict[str, Any]:
+    """Return the loaded plugins, name -> module or object, in order of name."""
     discover()
-    return sorted(name for name, info in _infos.items() if info.loaded)
+    return {name: plugin for name, plugin in sorted(_manager.list_name_plugin()) if plugin is not None}
 
 
 def discover() -> None:
@@ -48,12 +48,13 @@ def discover() -> None:
     with generation.lock:
         if _discovered:
             return
+        config.load()  # an error in the settings is the caller's to know, not the fault of a plugin
         _discovered = True
         # Importing it costs 10 ms or more, and a process that only registers in-process plugins needs it too late.
         from importlib.metadata import entry_points
 
         for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
-            _load_entry(entry.name, entry.value.partition(":")[0], entry.dist.name if entry.dist else "?")
+            _load_entry(entry.name, entry.value.partition(":")[0].strip(), entry.dist.name if entry.dist else "?")
         generation.bump()
 
 
@@ -90,14 +91,16 @@ def unregister(name: str) -> None:
             raise ContractError("name", "a loaded plugin", repr(name))
         _manager.unregister(name=name)
         del _infos[name]
+        health.forget(name)
         generation.bump()
 
 
 def call(name: str, hook: str, **arguments: Any) -> Any:
     """Call one hook of one plugin. None when the plugin does not implement it. Exceptions pass through."""
-    others = [plugin for other, plugin in _manager.list_name_plugin() if other != name and plugin is not None]
-    results = _manager.subset_hook_caller(hook, others)(**arguments)
-    return results[0] if results else None
+    for implementation in getattr(_manager.hook, hook).get_hookimpls():  # a copy: plugins may come and go meanwhile
+        if implementation.plugin_name == name:
+            return implementation.function(*(arguments[argument] for argument in implementation.argnames))
+    return None
 
 
 def _load_entry(name: str, module: str, distribution: str) -> None:
@@ -113,7 +116,9 @@ def _load_entry(name: str, module: str, distribution: str) -> None:
             raise ContractError("manifest.name", "a name not yet taken", f"{manifest.name!r} again from {distribution}")
         info = replace(info, contract=manifest.negotiate())
         _attach(manifest.name, importlib.import_module(module))
-        _keep(replace(info, loaded=True))
+        if manifest.name in _infos:  # one of that name that failed makes room
+            _keep(_infos.pop(manifest.name))
+        _infos[manifest.name] = replace(info, loaded=True)
     # A plugin may do anything at import, sys.exit included; only Ctrl-C is not its fault.
     except KeyboardInterrupt:
         raise
@@ -124,9 +129,9 @@ def _load_entry(name: str, module: str, distribution: str) -> None:
 
 
 def _keep(info: PluginInfo) -> None:
-    """File the record, beside an earlier one of the same name rather than over it."""
+    """File the record of a plugin that failed, beside another one of the same name rather than over it."""
     name = info.name
-    while name in _infos:
+    while name in _infos or _manager.has_plugin(name):
         name += " (duplicate)"
     _infos[name] = replace(info, name=name)
 

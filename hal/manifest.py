@@ -32,6 +32,8 @@ class Manifest:
         Raises:
             ContractError: a field is missing or malformed; ``argument`` is ``manifest.<field>``.
         """
+        if not isinstance(data, Mapping):
+            raise ContractError("manifest", "a mapping", type(data).__name__)
         for key in ("name", "vendor", "version"):
             if not isinstance(data.get(key), str) or not data[key]:
                 raise ContractError(f"manifest.{key}", "a non-empty string", repr(data.get(key)))
@@ -70,8 +72,6 @@ class Manifest:
             raise ContractError(
                 "manifest", "a readable JSON file hal_manifest.json in the package", str(error)
             ) from error
-        if not isinstance(data, dict):
-            raise ContractError("manifest", "a JSON object", type(data).__name__)
         return cls.parse(data)
 
     def negotiate(self) -> str:

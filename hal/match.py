@@ -66,9 +66,14 @@ def _mismatch(claim: Claim, name: str, need: Any, value: Any) -> Refusal:
 def _predicate(claim: Claim, spec: OpSpec) -> list[Refusal]:
     assert claim.refuse is not None
     try:
-        return list(claim.refuse(spec))
+        found = list(claim.refuse(spec))
+        return [one if isinstance(one, Refusal) else _vague(claim, one) for one in found]
     except Exception as error:
         return [_raised(claim, "refuse", "a predicate that answers", error)]
+
+
+def _vague(claim: Claim, answer: Any) -> Refusal:
+    return Refusal(claim.kernel, RefusalCode.feature, "refuse", "what the predicate admits", str(answer))
 
 
 def _raised(claim: Claim, field: str, required: Any, error: Exception) -> Refusal:

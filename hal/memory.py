@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from hal import health, loading, registry
 from hal.array import Array
 from hal.dtype import DType
-from hal.errors import ContractError, DeviceLost
+from hal.errors import ContractError, DeviceLost, HalError
 from hal.types import Device, Event
 
 
@@ -39,9 +39,9 @@ def empty(shape: Sequence[int], dtype: DType | str, device: str | Device) -> Any
     >>> tuple(empty((2, 3), "float32", "cpu:0").shape)
     (2, 3)
     """
-    sizes = tuple(shape)
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ContractError("shape", "non-negative integers", repr(shape))
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (None,)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ContractError("shape", "a sequence of non-negative integers", repr(shape))
     return registry.memory(_usable(device).id).empty(sizes, DType.parse(dtype))
 
 
@@ -89,9 +89,17 @@ def check(device: str | Device) -> None:
         HalError: an asynchronous error, such as a slot out of range in a device tensor.
     """
     target = _usable(device)
-    registry.memory(target.id).synchronize()
+    memory = registry.find_memory(target.id)
+    try:
+        if memory is not None:
+            memory.synchronize()
+        reason = loading.call(target.plugin, "hal_health", device=target)
+    except HalError as error:
+        health.observe_device(target.id, error)
+        raise
+    except Exception as error:  # a device that cannot even say how it is
+        reason = f"{type(error).__name__}: {error}"
     health.raise_pending(target.id)
-    reason = loading.call(target.plugin, "hal_health", device=target)
     if reason is not None:
         health.quarantine(target.id, reason=reason)
         raise DeviceLost(target.id, reason)

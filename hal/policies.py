@@ -78,7 +78,7 @@ def policy(
 
     Args:
         pin: operator name -> kernel pattern; no other kernel may serve the operator.
-        prefer: kernel, plugin or device patterns, best first.
+        prefer: kernel patterns, best first.
         deny: kernel, plugin or device patterns that must not be used.
         strict: admit only kernels with valid evidence for this device.
         allow_cpu_fallback: let ``cpu:0`` serve a host-visible device that has no fitting kernel.
@@ -87,10 +87,15 @@ def policy(
         ContractError: a value of the wrong kind.
     """
     for name, patterns in (("prefer", prefer), ("deny", deny)):
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ContractError(name, "a sequence of patterns", repr(patterns))
-    if pin is not None and not isinstance(pin, Mapping):
+    if pin is not None and not (
+        isinstance(pin, Mapping) and all(isinstance(text, str) for pair in pin.items() for text in pair)
+    ):
         raise ContractError("pin", "a mapping from operator to kernel pattern", repr(pin))
+    for name, switch in (("strict", strict), ("allow_cpu_fallback", allow_cpu_fallback)):
+        if switch is not None and type(switch) is not bool:
+            raise ContractError(name, "True, False or None", repr(switch))
     change: dict[str, object] = {
         "pin": dict(pin or {}),
         "prefer": tuple(prefer),
@@ -98,10 +103,10 @@ def policy(
         "strict": strict,
         "allow_cpu_fallback": allow_cpu_fallback,
     }
-    with generation.lock:
-        _changes.append(change)
-        generation.bump()
     try:
+        with generation.lock:
+            _changes.append(change)
+            generation.bump()
         yield
     finally:
         with generation.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
@@ -9,7 +10,6 @@ from typing import Any, NoReturn
 import click
 
 import hal
-from hal import config
 from hal.cli.devices import devices
 from hal.cli.plugins import plugins
 from hal.errors import ContractError, DeviceLost, HalError, UnsupportedError
@@ -74,7 +74,7 @@ def main() -> None:
         error.show()
         sys.exit(2 if isinstance(error, click.UsageError) else error.exit_code)
     except HalError as error:
-        if config.load().trace:
+        if os.environ.get("HAL_TRACE"):  # read bare: the settings themselves may be what is wrong
             raise
         click.echo(f"hal: {error}", err=True)
         sys.exit(exit_code(error))

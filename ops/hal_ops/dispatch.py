@@ -7,8 +7,8 @@ from typing import Any
 
 import hal
 from hal import binding, generation, health, placement, registry
-from hal.errors import ContractError, HalError
-from hal.types import Bound, OpSpec
+from hal.errors import ContractError, HalError, UnsupportedError
+from hal.types import Bound, Explanation, OpSpec
 from hal_ops import arrays
 
 LIMIT = 4096  # signatures kept per operator; a program that has more is not repeating itself
@@ -17,13 +17,16 @@ LIMIT = 4096  # signatures kept per operator; a program that has more is not rep
 class Route:
     """Where calls of one signature go: the slot, its device, and how to make arrays native (None: they are)."""
 
-    __slots__ = ("bound", "device", "facts", "wrap")
+    __slots__ = ("bound", "device", "facts", "generation", "wrap")
 
-    def __init__(self, bound: Bound, device: str, wrap: Callable[[Any], Any] | None, facts: Any) -> None:
+    def __init__(
+        self, bound: Bound, device: str, wrap: Callable[[Any], Any] | None, facts: Any, generation: int
+    ) -> None:
         self.bound = bound
         self.device = device
         self.wrap = wrap
         self.facts = facts
+        self.generation = generation  # of the world that the route was made in
 
     def native(self, *values: Any) -> tuple[Any, ...]:
         """Return arrays as the kernel takes them."""
@@ -35,13 +38,21 @@ class Route:
         if health._pending:
             health.raise_pending(self.device)
         while True:
-            bound = self.bound
-            kernel, spec = bound.kernel, bound.record.requested
+            record = self.bound.record
             try:
-                return bound.fn(*args, **kwargs)
+                return self.bound.fn(*args, **kwargs)
             except HalError as error:
-                if not kernel or not health.observe(self.device, kernel, spec, error):
+                if not self._may_retry(record, error):
                     raise
+
+    def _may_retry(self, record: Explanation, error: HalError) -> bool:
+        """Remember the failure against the kernel that ran. True when the slot holds another one for the same call."""
+        with generation.lock:  # a change in progress finishes first
+            if record.chosen is None:
+                return False
+            if self.bound.record is not record:  # the slot changed during the call, so nobody knows whose failure it is
+                return isinstance(error, UnsupportedError)
+            return health.observe(record.evidence["device"], record.chosen, record.requested, error)
 
 
 class Table:
@@ -52,12 +63,16 @@ class Table:
         generation.on_change(self._clear)
 
     def get(self, key: Hashable) -> Route | None:
-        return self._routes.get(key)
+        try:
+            return self._routes.get(key)
+        except TypeError:  # an argument that cannot be hashed: validation will say what is wrong with it
+            return None
 
     def add(self, key: Hashable, route: Route) -> Route:
         with generation.lock:
-            kept = self._routes if len(self._routes) < LIMIT else {}
-            self._routes = {**kept, key: route}  # copy on write
+            if route.generation == generation.current():  # else the world that it was made in is gone
+                kept = self._routes if len(self._routes) < LIMIT else {}
+                self._routes = {**kept, key: route}  # copy on write
         return route
 
     def _clear(self) -> None:
@@ -76,6 +91,7 @@ def route(spec: OpSpec, sample: Any, device: Any, facts: Any = None, *others: An
         ContractError: unknown device, or one that cannot reach the array's memory.
         UnsupportedError: no kernel fits.
     """
+    started = generation.current()
     target = registry.resolve(placement.place(sample, device))
     if target.available:
         reachable(sample, target)
@@ -83,7 +99,7 @@ def route(spec: OpSpec, sample: Any, device: Any, facts: Any = None, *others: An
     memory = registry.find_memory(target.id)
     present = [x for x in (sample, *others) if x is not None]
     wrap = None if memory is None or all(memory.wrap(x) is x for x in present) else memory.wrap
-    return Route(bound, target.id, wrap, facts)
+    return Route(bound, target.id, wrap, facts, started)
 
 
 def reachable(sample: Any, target: hal.Device) -> None:
