@@ -16,7 +16,7 @@ from hal_serving.gguf import GGUFFile
 from hal_serving.model import config_of, hal_model, stock_model, unpermute_rows
 from hal_serving.source import bundled_model, open_model
 from hal_serving.tokenizer import load_tokenizer
-from hal_serving.transformers import HalEmbedding, HalLinear
+from hal_serving.transformers import HalEmbedding, HalLinear, use_hal
 
 HIDDEN, WIDE, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -56,7 +56,7 @@ def permute_rows(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def llama_weights() -> dict[str, np.ndarray]:
+def weights(arch: str = "llama") -> dict[str, np.ndarray]:
     """Random weights under GGUF names, rows in transformers' order."""
     random = np.random.default_rng(0)
     kv = HIDDEN // HEADS * KV_HEADS
@@ -65,19 +65,25 @@ def llama_weights() -> dict[str, np.ndarray]:
         block = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN)}
         block |= {"attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN)}
         block |= {"ffn_gate": (WIDE, HIDDEN), "ffn_up": (WIDE, HIDDEN), "ffn_down": (HIDDEN, WIDE)}
+        if arch == "qwen3":
+            block |= {"attn_q_norm": (HIDDEN // HEADS,), "attn_k_norm": (HIDDEN // HEADS,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
-    return {f"{name}.weight": random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if arch == "qwen2":
+        biased = [name for name in shapes if name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")]
+        shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in biased}
+    return {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def stored(name: str, value: np.ndarray, linear: Type) -> tuple[np.ndarray, Type]:
+def stored(arch: str, name: str, value: np.ndarray, linear: Type) -> tuple[np.ndarray, Type]:
     """How the test file keeps one weight: permuted where the format asks for it, then quantised."""
-    if "attn_q." in name or "attn_k." in name:
+    if arch == "llama" and ("attn_q." in name or "attn_k." in name):
         value = permute_rows(value, HEADS if "attn_q." in name else KV_HEADS)
     kind = Type.F32 if value.ndim == 1 else Type.Q8_0 if name.startswith("token_embd") else linear
     return (value if kind == Type.F32 else gguf.quants.quantize(value, kind)), kind
 
 
-def write_llama(
+def write_model(
     path: Path, *, arch: str = "llama", linear: Type = Type.Q4_1, pre: str = "smollm", **extra: str
 ) -> Path:
     """Write a tiny model; ``extra`` adds string metadata (dots as double underscores)."""
@@ -101,8 +107,8 @@ def write_llama(
     writer.add_eos_token_id(2)
     for key, value in extra.items():
         writer.add_string(key.replace("__", "."), value)
-    for name, value in llama_weights().items():
-        data, kind = stored(name, value, linear)
+    for name, value in weights(arch).items():
+        data, kind = stored(arch, name, value, linear)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -113,7 +119,7 @@ def write_llama(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    return write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 def broken(tiny: Path, tmp_path: Path, change: dict[int, bytes] | None = None, length: int | None = None) -> Path:
@@ -219,7 +225,7 @@ def test_permutation_is_undone_on_blocks_and_on_values() -> None:
 
 def test_the_stock_model_has_the_weights_of_the_file(tiny: Path) -> None:
     state = stock_model(GGUFFile.open(tiny)).state_dict()
-    for name, value in llama_weights().items():
+    for name, value in weights().items():
         if "attn_q." in name:
             path = f"model.layers.{name.split('.')[1]}.self_attn.q_proj.weight"
             expected = gguf.quants.dequantize(gguf.quants.quantize(value, Type.Q4_1), Type.Q4_1)
@@ -245,19 +251,29 @@ def test_blocks_stay_quantised_and_are_shared(tiny: Path, dtype: torch.dtype) ->
     assert not any(tensor.is_meta for tensor in tensors)
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_every_architecture_computes_what_transformers_computes(tmp_path: Path, arch: str) -> None:
+    file = GGUFFile.open(write_model(tmp_path / "model.gguf", arch=arch))
+    model = hal_model(file, torch.float32)
+    use_hal(model, prefill="cpu:0", decode="cpu:0")
+    ids = torch.tensor([[5, 70, 33, 120, 9]])
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, stock_model(file)(ids).logits, rtol=1e-3, atol=1e-3)
+
+
 def test_types_without_a_scheme_become_dense(tmp_path: Path) -> None:
-    model = hal_model(GGUFFile.open(write_llama(tmp_path / "q5.gguf", linear=Type.Q5_0)), torch.float32)
+    model = hal_model(GGUFFile.open(write_model(tmp_path / "q5.gguf", linear=Type.Q5_0)), torch.float32)
     linear = model.model.layers[0].mlp.up_proj
-    expected = llama_weights()["blk.0.ffn_up.weight"]
+    expected = weights()["blk.0.ffn_up.weight"]
     assert linear.scheme == "dense"
     np.testing.assert_allclose(linear.source.numpy(), expected, atol=0.02)
 
 
 def test_what_no_model_can_be_made_of_is_named(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="architecture 'mamba' is not supported"):
-        config_of(GGUFFile.open(write_llama(tmp_path / "mamba.gguf", arch="mamba")))
+        config_of(GGUFFile.open(write_model(tmp_path / "mamba.gguf", arch="mamba")))
     with pytest.raises(ModelError, match="rope scaling 'yarn' is not supported"):
-        config_of(GGUFFile.open(write_llama(tmp_path / "yarn.gguf", llama__rope__scaling__type="yarn")))
+        config_of(GGUFFile.open(write_model(tmp_path / "yarn.gguf", llama__rope__scaling__type="yarn")))
     for name, message in {"blk.1.attn_v.weight": "no tensor for model.layers.1.self_attn.v_proj.weight"}.items():
         file = GGUFFile.open(tiny)
         del file.tensors[name]
@@ -312,7 +328,7 @@ def _compare_tokenizers(path: Path, texts: list[str]) -> None:
 def test_the_tokenizer_equals_transformers_conversion(tmp_path: Path, pre: str) -> None:
     # Their conversion ignores the pre-tokenizer, which a number after a space would show here: see below.
     texts = TEXTS if pre == "gpt-2" else [text for text in TEXTS if not any(c.isdigit() for c in text)]
-    _compare_tokenizers(write_llama(tmp_path / "tiny.gguf", pre=pre), texts)
+    _compare_tokenizers(write_model(tmp_path / "tiny.gguf", pre=pre), texts)
 
 
 @pytest.mark.slow
@@ -330,14 +346,14 @@ def test_the_bundled_tokenizer_equals_transformers_conversion() -> None:
     }.items(),
 )
 def test_text_is_cut_as_the_file_says(tmp_path: Path, pre: str, pieces: list[str]) -> None:
-    tokenizer = load_tokenizer(GGUFFile.open(write_llama(tmp_path / "tiny.gguf", pre=pre)))
+    tokenizer = load_tokenizer(GGUFFile.open(write_model(tmp_path / "tiny.gguf", pre=pre)))
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("x   1234's")
     assert [piece for piece, _ in cut] == pieces
 
 
 def test_the_chat_template_comes_from_the_file(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    path = write_llama(tmp_path / "chat.gguf", tokenizer__chat_template=template)
+    path = write_model(tmp_path / "chat.gguf", tokenizer__chat_template=template)
     tokenizer = load_tokenizer(GGUFFile.open(path))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
 
