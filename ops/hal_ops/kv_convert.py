@@ -150,10 +150,14 @@ def _check_writes(dst: tuple[Any, ...], src: tuple[Any, ...], dst_table: Any, kv
     """Refuse destinations that read-only, shared or written twice would make depend on luck."""
     import numpy as np
 
+    spans = [arrays.span(cache) for cache in src]
     for place, cache in enumerate(dst):
         label = f"dst[{place}]"
         validate.writable(label, cache, arrays.meta(label, cache))
-        validate.apart(label, cache, **{f"src[{other}]": array for other, array in enumerate(src)})
+        low, high = arrays.span(cache)
+        shared = next((other for other, (start, end) in enumerate(spans) if low < end and start < high), None)
+        if shared is not None:
+            raise ContractError(label, f"memory apart from src[{shared}]", f"memory shared with src[{shared}]")
     table = arrays.index_host("dst_table", dst_table, rank=2)
     used = -(-arrays.index_host("kv_lens", kv_lens, rank=1).astype(np.int64) // page)
     live = table[np.arange(table.shape[1])[None, :] < used[:, None]]
