@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hal.errors import ContractError
+from hal.types import OpSpec
 from hal_ops import arrays, compiled, dispatch, validate
 from hal_ops.spec import spec
 
@@ -39,21 +40,37 @@ def silu_mul(x: Any, *, out: Any = None, device: Any = None) -> Any:
     if out is None:
         out = arrays.empty(x, shape, dtype)
     else:
-        if out.shape[0] != x.shape[0]:
-            raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
-        validate.apart("out", out, x=x)
+        _check_out(out, x, shape)
     route.run(*route.native(x), out=route.native(out)[0])
     return out
 
 
 def _route(x: Any, out: Any, device: Any) -> dispatch.Route:
+    wanted = _contract(x, out)
+    return dispatch.route(wanted, x, device, (wanted.fields["dtype"], wanted.fields["dim"]), out)
+
+
+def _contract(x: Any, out: Any) -> OpSpec:
+    """Check what a signature fixes; return the specification."""
     described = validate.array("x", x, dtypes=validate.FLOATS)
-    if not described.shape or described.shape[-1] % 2:
-        raise ContractError("x", "an even number of columns", f"shape {list(described.shape)}")
+    if not described.shape or described.shape[-1] % 2 or not described.shape[-1]:
+        raise ContractError("x", "an even number of columns, 2 at least", f"shape {list(described.shape)}")
     dim = described.shape[-1] // 2
     if out is not None:
-        validate.together(
-            ("x", described), ("out", validate.output("out", out, (*described.shape[1:-1], dim), described.dtype))
-        )
-    wanted = spec("silu_mul", dtype=described.dtype, dim=dim)
-    return dispatch.route(wanted, x, device, (described.dtype, dim), out)
+        shape = (*described.shape[:-1], dim)
+        validate.together(("x", described), ("out", validate.output("out", out, shape[1:], described.dtype)))
+        _check_out(out, x, shape)
+    return spec("silu_mul", dtype=described.dtype, dim=dim)
+
+
+def _check_out(out: Any, x: Any, shape: tuple[int, ...]) -> None:
+    if out.shape[0] != shape[0]:
+        raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
+    validate.apart("out", out, x=x)
+
+
+def _checked(bound_for: OpSpec, level: str, x: Any, *, out: Any) -> OpSpec:
+    return _contract(x, out)
+
+
+dispatch.checked("silu_mul", _checked)

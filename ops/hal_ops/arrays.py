@@ -42,16 +42,21 @@ def meta(name: str, x: Any) -> Meta:
         ContractError: ``x`` is no array, or of a dtype outside the vocabulary.
     """
     if is_torch(x):
+        if x.layout is not sys.modules["torch"].strided:
+            raise ContractError(name, "a strided tensor", f"a tensor of layout {x.layout}")
         where = "host" if x.device.type == "cpu" else x.device
-        return Meta(tuple(x.shape), DType.parse(x.dtype), x.stride(), where)
+        return Meta(tuple(x.shape), _dtype(name, x), x.stride(), where)
     if is_numpy(x):
-        return Meta(x.shape, _numpy_dtype(name, x), tuple(s // x.itemsize for s in x.strides), "host")
+        dtype = _dtype(name, x)
+        if not x.flags.aligned or any(s % x.itemsize for s in x.strides):
+            raise ContractError(name, "aligned elements", f"strides of {x.strides} bytes for {dtype}")
+        return Meta(x.shape, dtype, tuple(s // x.itemsize for s in x.strides), "host")
     if isinstance(x, hal.Array):
         return Meta(x.shape, x.dtype, x.strides, "host" if x.device == "cpu:0" else x.device)
     raise ContractError(name, "a torch tensor, a numpy array or a hal.Array", type(x).__name__)
 
 
-def _numpy_dtype(name: str, x: Any) -> DType:
+def _dtype(name: str, x: Any) -> DType:
     try:
         return DType.parse(x.dtype)
     except ContractError as error:
@@ -64,12 +69,15 @@ def signature(x: Any) -> Any:
         return None
     try:  # torch first: engines call with tensors, and every nanosecond here is paid per call
         return x.dtype, x.shape, x.stride(), x.device
-    except (AttributeError, TypeError):
-        return _plain_signature(x, 0)
+    except (AttributeError, TypeError, RuntimeError):
+        return _plain_signature(x, x.shape) if _is_plain(x) else type(x)  # no array: validation will say so
 
 
 def rows(x: Any) -> Any:
-    """Return the signature of an array without the size of its first dimension, which changes at every step."""
+    """Return the signature of an array without the size of its first dimension, which changes at every step.
+
+    Whether there is more than one row stays, since a single one may have any stride; so does the size of a vector.
+    """
     return split(x)[1]
 
 
@@ -77,15 +85,37 @@ def split(x: Any) -> tuple[int, Any]:
     """Return the size of the first dimension and the signature of the rest."""
     try:  # a plain tuple slices four times faster than a torch.Size
         count, *rest = tuple(x.shape)
-        return count, (x.dtype, tuple(rest), x.stride(), x.device)
-    except (AttributeError, TypeError, ValueError):
-        return (x.shape[0] if getattr(x, "shape", ()) else 0), _plain_signature(x, 1)
+        return count, (x.dtype, tuple(rest) or count, count > 1, x.stride(), x.device)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        if not (_is_plain(x) and x.shape):
+            return 0, signature(x)
+        return x.shape[0], _plain_signature(x, (x.shape[1:] or x.shape, x.shape[0] > 1))
 
 
-def _plain_signature(x: Any, first: int) -> Any:
-    if is_numpy(x) or isinstance(x, hal.Array):
-        return x.dtype, x.shape[first:], x.strides, getattr(x, "device", None)
-    return type(x)  # no array: validation will say so
+def growing(x: Any) -> Any:
+    """Return the signature of an optional array whose last dimension changes at every step: slots, masks."""
+    if x is None:
+        return None
+    try:
+        return x.dtype, x.shape[:-1], x.stride()[-1], x.device
+    except (AttributeError, TypeError, RuntimeError, IndexError):
+        if not (_is_plain(x) and x.shape):
+            return signature(x)
+        return x.dtype, x.shape[:-1], x.strides[-1], getattr(x, "device", None)
+
+
+def _is_plain(x: Any) -> bool:
+    return is_numpy(x) or isinstance(x, hal.Array)
+
+
+def _plain_signature(x: Any, shape: Any) -> Any:
+    return x.dtype, shape, x.strides, getattr(x, "device", None), read_only(x)
+
+
+def read_only(x: Any) -> bool:
+    """Whether an array is known to refuse writes."""
+    flags = getattr(x.native if isinstance(x, hal.Array) else x, "flags", None)
+    return flags is not None and not getattr(flags, "writeable", True)
 
 
 def empty(like: Any, shape: Sequence[int], dtype: DType) -> Any:
@@ -122,7 +152,28 @@ def like_caller(x: Any, caller: Any) -> Any:
     """Turn a kernel's own array into the kind that the caller of the function form uses."""
     if is_torch(caller) and not is_torch(x):
         return sys.modules["torch"].from_dlpack(x)
-    return hal.to_host(x) if is_numpy(caller) else x
+    on_host = is_numpy(caller) or (isinstance(caller, hal.Array) and caller.device == "cpu:0")
+    return hal.to_host(x) if on_host else x
+
+
+def indices(name: str, x: Any, dtype: str) -> Any:
+    """Return an index array as it is, and a list of integers as a numpy array.
+
+    Raises:
+        ContractError: a list that holds anything but integers of the dtype's range, or rows of unequal length.
+    """
+    if not isinstance(x, list | tuple):
+        return x
+    import numpy as np
+
+    try:
+        found = np.asarray(x)
+    except ValueError:
+        raise ContractError(name, f"integers ({dtype})", repr(x)) from None
+    limits = np.iinfo(dtype)
+    if found.size and (found.dtype.kind not in "iu" or found.min() < limits.min or found.max() > limits.max):
+        raise ContractError(name, f"integers ({dtype})", repr(x))
+    return found.astype(dtype)
 
 
 def index_host(name: str, x: Any, *, rank: int, dtype: str = "int32") -> np.ndarray[Any, Any]:
@@ -133,10 +184,7 @@ def index_host(name: str, x: Any, *, rank: int, dtype: str = "int32") -> np.ndar
     Raises:
         ContractError: other dtype or rank.
     """
-    import numpy as np
-
-    if isinstance(x, list | tuple):
-        x = np.asarray(x, dtype=dtype)
+    x = indices(name, x, dtype)
     described = meta(name, x)
     if described.dtype != dtype:
         raise ContractError(name, dtype, described.dtype.value)
@@ -152,17 +200,17 @@ def index_host(name: str, x: Any, *, rank: int, dtype: str = "int32") -> np.ndar
 def span(x: Any) -> tuple[int, int]:
     """Return first and last byte address that a host or torch array can touch; (0, 0) when empty or unknown."""
     try:
+        start = x.data_ptr()  # zero when it is empty
         if x.is_contiguous():  # a dense tensor: the common case, on the path of every call
-            start = x.data_ptr()
             return start, start + x.nbytes
+        reached = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return (start, start + (reached + 1) * x.element_size()) if x.numel() else (0, 0)
     except AttributeError:
         pass
     described = meta("x", x)
     if 0 in described.shape:
         return 0, 0
-    if is_torch(x):
-        start = x.data_ptr()
-    elif is_numpy(x):
+    if is_numpy(x):
         start = x.__array_interface__["data"][0]
     elif is_numpy(x.native):
         start = x.native.__array_interface__["data"][0]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
-from hal import binding
 from hal.errors import ContractError
 from hal.types import DType, OpSpec
 from hal_ops import arrays, compiled, dispatch, validate
-from hal_ops.attention_contract import Facts, Options, validate_call, validate_out, validate_sizes
+from hal_ops.attention_contract import (
+    Facts,
+    Options,
+    scale_array,
+    scale_key,
+    validate_call,
+    validate_out,
+    validate_sizes,
+    validate_values,
+)
 from hal_ops.cache_shape import Layout
 from hal_ops.plan import AttentionPlan, plan_attention
 
@@ -99,10 +106,12 @@ def attention(
         )  # fmt: skip
     if plan is None:
         plan = _plan(q, k, q_indptr, kv_lens, kv_indptr, block_table)
+    elif not isinstance(plan, AttentionPlan) or not (q_indptr is kv_lens is kv_indptr is block_table is None):
+        _refuse_plan(plan)
     (queries, q_rows), (keys, k_rows), (values, v_rows) = arrays.split(q), arrays.split(k), arrays.split(v)
     key = (
         q_rows, k_rows, v_rows, layout, plan.bucket, plan.paged, causal, window, softcap, scale,
-        _extras_key(alibi_slopes, sinks, mask, bias, k_scale, v_scale), out if out is None else arrays.rows(out),
+        _extras_key(alibi_slopes, sinks, mask, bias, k_scale, v_scale, keys), out if out is None else arrays.rows(out),
         out_dtype, return_lse, determinism, kv_slack, check, device, dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
@@ -116,7 +125,9 @@ def attention(
     if check != "none":
         validate_sizes(queries, keys, values, plan, facts, mask, bias)
         if out is not None:
-            validate_out(out, q, k, v, plan)
+            validate_out(out, plan, q=q, k=k, v=v, mask=mask, bias=bias)
+        if check == "full":
+            validate_values(alibi_slopes, sinks, k_scale, v_scale)
     total = plan.total_q
     if out is None:
         out = arrays.empty(q, (total, *facts.out_shape), facts.out_dtype)
@@ -132,21 +143,18 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _extras_key(alibi_slopes: Any, sinks: Any, mask: Any, bias: Any, k_scale: Any, v_scale: Any) -> Any:
+def _extras_key(alibi_slopes: Any, sinks: Any, mask: Any, bias: Any, k_scale: Any, v_scale: Any, keys: int) -> Any:
     if alibi_slopes is sinks is mask is bias is k_scale is v_scale is None:
         return None
-    static = tuple(x if isinstance(x, int | float) else arrays.signature(x) for x in (k_scale, v_scale))
-    return arrays.signature(alibi_slopes), arrays.signature(sinks), _growing(mask), _growing(bias), static
+    per_head = arrays.signature(alibi_slopes), arrays.signature(sinks)
+    per_key = keys if k_scale is not None or v_scale is not None else None  # a scale may have a value per key
+    return per_head, arrays.growing(mask), arrays.growing(bias), scale_key(k_scale), scale_key(v_scale), per_key
 
 
-def _growing(x: Any) -> Any:
-    """Signature of an optional array whose size changes at every step: dtype, rank and place only."""
-    if x is None:
-        return None
-    try:
-        return x.dtype, len(x.shape), getattr(x, "device", None)
-    except (AttributeError, TypeError):
-        return type(x)
+def _refuse_plan(plan: Any) -> None:
+    if not isinstance(plan, AttentionPlan):
+        raise ContractError("plan", "an AttentionPlan (see plan_attention)", type(plan).__name__)
+    raise ContractError("plan", "either a plan or index arrays", "both")
 
 
 def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_table: Any) -> AttentionPlan:
@@ -164,12 +172,8 @@ def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_tab
 
 def _route(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options, device: Any) -> dispatch.Route:
     wanted, facts = validate_call(q, k, v, plan, o)
-    extras = (o.out, o.alibi_slopes, o.sinks, o.mask, o.bias, _array_or_none(o.k_scale), _array_or_none(o.v_scale))
+    extras = (o.out, o.alibi_slopes, o.sinks, o.mask, o.bias, scale_array(o.k_scale), scale_array(o.v_scale))
     return dispatch.route(wanted, q, device, facts, k, v, *extras)
-
-
-def _array_or_none(x: Any) -> Any:
-    return None if isinstance(x, int | float) else x
 
 
 def _run_wrapped(
@@ -180,32 +184,37 @@ def _run_wrapped(
     q, k, v, out, lse, sinks, alibi_slopes, mask, bias = route.native(
         q, k, v, out, lse, sinks, alibi_slopes, mask, bias
     )
-    k_scale, v_scale = (x if _array_or_none(x) is None else route.native(x)[0] for x in (k_scale, v_scale))
+    k_scale, v_scale = (x if scale_array(x) is None else route.native(x)[0] for x in (k_scale, v_scale))
     route.run(
         q, k, v, plan, out=out, scale=scale, causal=causal, window=window, softcap=softcap, lse=lse,
         k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask, bias=bias,
     )  # fmt: skip
 
 
-def _checked(wanted: OpSpec, device: str, fn: Callable[..., Any], level: str) -> Callable[..., Any]:
-    """Validate before each call of a bound kernel (``hal.bind(..., check=...)``)."""
-    fields = wanted.fields
-    layout = fields.get("layout", "NHD")
+def _checked(
+    bound_for: OpSpec, level: str, q: Any, k: Any, v: Any, plan: Any, *, out: Any, scale: Any = None,
+    causal: Any = True, window: Any = (-1, -1), softcap: Any = 0.0, lse: Any = None, k_scale: Any = None,
+    v_scale: Any = None, sinks: Any = None, alibi_slopes: Any = None, mask: Any = None, bias: Any = None,
+) -> OpSpec:  # fmt: skip
+    if not isinstance(plan, AttentionPlan):
+        _refuse_plan(plan)
+    fields = bound_for.fields
+    options = Options(
+        fields.get("layout", "NHD"), scale, causal, window, softcap, alibi_slopes, sinks, mask, bias, k_scale, v_scale,
+        out, arrays.meta("out", out).dtype, lse is not None,
+        fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
+    )  # fmt: skip
+    wanted, facts = validate_call(q, k, v, plan, options)
+    validate_sizes(q.shape[0], k.shape[0], v.shape[0], plan, facts, mask, bias)
+    validate_out(out, plan, q=q, k=k, v=v, mask=mask, bias=bias)
+    if lse is not None:
+        described = validate.output("lse", lse, facts.out_shape[:1], DType.float32)
+        validate.together(("q", arrays.meta("q", q)), ("lse", described))
+        validate.same("lse", "tokens", plan.total_q, described.shape[0])
+        validate.apart("lse", lse, q=q, k=k, v=v, out=out)
+    if level == "full":
+        validate_values(alibi_slopes, sinks, k_scale, v_scale)
+    return wanted
 
-    def checked(q: Any, k: Any, v: Any, plan: AttentionPlan, *, out: Any, lse: Any = None, **kw: Any) -> Any:
-        options = Options(
-            layout, kw.get("scale"), kw.get("causal", True), kw.get("window", (-1, -1)), kw.get("softcap", 0.0),
-            kw.get("alibi_slopes"), kw.get("sinks"), kw.get("mask"), kw.get("bias"),
-            kw.get("k_scale"), kw.get("v_scale"),
-            out, arrays.meta("out", out).dtype, lse is not None,
-            fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
-        )  # fmt: skip
-        _, facts = validate_call(q, k, v, plan, options)
-        validate_sizes(q.shape[0], k.shape[0], v.shape[0], plan, facts, kw.get("mask"), kw.get("bias"))
-        validate_out(out, q, k, v, plan)
-        return fn(q, k, v, plan, out=out, lse=lse, **kw)
 
-    return checked
-
-
-binding.WRAPPERS["attention"] = _checked
+dispatch.checked("attention", _checked)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hal.errors import ContractError
 from hal.types import DType, OpSpec
-from hal_ops import cache_shape, validate
+from hal_ops import arrays, cache_shape, validate
 from hal_ops.arrays import Meta
 from hal_ops.plan import AttentionPlan
 from hal_ops.spec import spec
@@ -62,8 +62,7 @@ def validate_call(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options) -> tu
     _check_heads(meta_q, meta_k, meta_v, cache)
     _check_options(o)
     _check_extras(meta_q, meta_k, meta_v, cache, plan, o)
-    out_dtype = meta_q.dtype if o.out_dtype is None else DType.parse(o.out_dtype)
-    validate.option("out_dtype", out_dtype, validate.FLOATS)
+    out_dtype = meta_q.dtype if o.out_dtype is None else validate.dtype("out_dtype", o.out_dtype, validate.FLOATS)
     if o.out is not None:
         described = validate.output("out", o.out, (meta_q.shape[1], cache.v_head_dim), out_dtype)
         validate.together(("q", meta_q), ("out", described))
@@ -102,9 +101,8 @@ def _check_options(o: Options) -> None:
     validate.finite("softcap", o.softcap, low=0.0)
     if not (isinstance(o.window, tuple) and len(o.window) == 2 and all(type(w) is int and w >= -1 for w in o.window)):
         raise ContractError("window", "a pair (left, right) of integers, -1 or more", repr(o.window))
-    for name, value in (("causal", o.causal), ("return_lse", o.return_lse)):
-        if type(value) is not bool:
-            raise ContractError(name, "True or False", repr(value))
+    validate.flag("causal", o.causal)
+    validate.flag("return_lse", o.return_lse)
     validate.option("determinism", o.determinism, ("none", "run", "batch"))
     validate.option("kv_slack", o.kv_slack, ("any", "finite"))
 
@@ -127,6 +125,18 @@ def _check_extras(q: Meta, k: Meta, v: Meta, cache: cache_shape.CacheShape, plan
     for name, x, kv, dim in (("k_scale", o.k_scale, k, cache.head_dim), ("v_scale", o.v_scale, v, cache.v_head_dim)):
         if x is not None:
             scale_form(name, x, cache.heads, dim, kv.shape[:-1])
+            if scale_array(x) is not None:
+                validate.together(("q", q), (name, arrays.meta(name, x)))
+
+
+def scale_array(x: Any) -> Any:
+    """Return a dequantisation scale that is an array, None for a number or None."""
+    return None if isinstance(x, int | float) else x
+
+
+def scale_key(x: Any) -> Any:
+    """Return the signature of a scale; a number is its own."""
+    return x if isinstance(x, int | float) else arrays.signature(x)
 
 
 def scale_form(name: str, x: Any, heads: int, dim: int, token_shape: tuple[int, ...]) -> str:
@@ -138,7 +148,7 @@ def scale_form(name: str, x: Any, heads: int, dim: int, token_shape: tuple[int, 
     if isinstance(x, int | float):
         validate.finite(name, x)
         return "tensor"
-    described = validate.array(name, x, dtypes=validate.FLOATS)
+    described = validate.array(name, x, dtypes=validate.FLOATS, dense_last=False)
     forms = {(): "tensor", (1,): "tensor", (heads,): "head", (heads, dim): "channel", tuple(token_shape): "token"}
     form = forms.get(tuple(described.shape))
     if form is None:
@@ -212,8 +222,15 @@ def validate_sizes(
             raise ContractError(name, f"sum(Lq*Lk) = {cells} values per head", f"{x.shape[-1]}")
 
 
-def validate_out(out: Any, q: Any, k: Any, v: Any, plan: AttentionPlan) -> None:
+def validate_values(alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any) -> None:
+    """Check numbers (``check="full"``): finite slopes and scales, sinks not NaN. It copies them to the host."""
+    for name, x in (("alibi_slopes", alibi_slopes), ("k_scale", k_scale), ("v_scale", v_scale)):
+        validate.values(name, x)
+    validate.values("sinks", sinks, infinite=True)
+
+
+def validate_out(out: Any, plan: AttentionPlan, **inputs: Any) -> None:
     """Check a given output's token count and that it shares no memory with the inputs."""
     if out.shape[0] != plan.total_q:
         raise ContractError("out", f"{plan.total_q} tokens, as q", f"{out.shape[0]} tokens")
-    validate.apart("out", out, q=q, k=k, v=v)
+    validate.apart("out", out, **inputs)

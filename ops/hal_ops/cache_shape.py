@@ -31,7 +31,7 @@ def layout_name(layout: Any) -> str:
     """
     if isinstance(layout, KVCacheFormat):
         return layout.name
-    if layout not in ("NHD", "HND"):
+    if not isinstance(layout, str) or layout not in ("NHD", "HND"):
         raise ContractError("layout", "NHD, HND or a KVCacheFormat", repr(layout))
     return str(layout)
 
@@ -61,6 +61,9 @@ def _described(k: Meta, v: Meta, layout: KVCacheFormat, names: tuple[str, str]) 
     if "k" not in parts or "v" not in parts:
         raise ContractError("layout", "a format with the components k and v", ", ".join(parts))
     for name, described, part in zip(names, (k, v), (parts["k"], parts["v"]), strict=True):
+        if part.order[0].axis != "B" or not described.shape:
+            raise ContractError("layout", "a format whose tensors begin with the page axis", f"{part.order[0].axis}")
+        validate.same(name, "dtype", part.storage_dtype.value, described.dtype.value)
         validate.shape(name, described, layout.shape(part, described.shape[0]))
     sizes = (k.shape[0], layout.page_tokens, layout.head_count, parts["k"].head_dim, parts["v"].head_dim)
     return CacheShape(*sizes, not (dense(k) and dense(v)))

@@ -102,6 +102,38 @@ def route(spec: OpSpec, sample: Any, device: Any, facts: Any = None, *others: An
     return Route(bound, target.id, wrap, facts, started)
 
 
+def checked(op: str, check: Callable[..., OpSpec]) -> None:
+    """Make ``hal.bind(..., check=...)`` validate the calls of an operator's bound form.
+
+    ``check(spec, level, *arguments)`` takes the arguments of the bound form, raises ``ContractError``,
+    and returns the specification that the call amounts to; that must lie within the one bound for.
+    """
+
+    def wrap(bound_for: OpSpec, device: str, fn: Callable[..., Any], level: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _within(bound_for, check(bound_for, level, *args, **kwargs))
+            return fn(*args, **kwargs)
+
+        return run
+
+    binding.WRAPPERS[op] = wrap
+
+
+def _within(bound_for: OpSpec, call: OpSpec) -> None:
+    """Check that a call asks for nothing that the kernel was not chosen for. Sizes that vary by step are free."""
+    extra = call.fields.get("features", frozenset()) - bound_for.fields.get("features", frozenset())
+    if extra:
+        raise ContractError(
+            "features", f"what the kernel was bound for, {bound_for}", "also " + ", ".join(sorted(extra))
+        )
+    for name, value in bound_for.fields.items():
+        if name not in _FREE and call.fields.get(name) != value:
+            raise ContractError(name, f"{value}, as bound", f"{call.fields.get(name)}")
+
+
+_FREE = {"features", "m", "max_q", "max_kv", "batch", "table", "kv_slack", "determinism"}
+
+
 def reachable(sample: Any, target: hal.Device) -> None:
     """Refuse a device that cannot work on the array where it lies: nothing is staged behind the caller's back."""
     described = arrays.meta("q", sample)

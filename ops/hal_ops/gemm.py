@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from hal.errors import ContractError
-from hal.types import DType
+from hal.types import DType, OpSpec
 from hal_ops import arrays, cache_shape, compiled, dispatch, validate
 from hal_ops.arrays import Meta
 from hal_ops.scheme import PackedWeight
@@ -97,9 +97,9 @@ def gemm(
     if out is None:
         out = arrays.empty(a, shape, facts.dtype)
     elif check != "none":
-        if tuple(out.shape) != tuple(shape):
-            raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
-        validate.apart("out", out, a=a, b=None if packed else b, c=c, bias=bias)
+        _check_out(out, shape, a=a, b=None if packed else b, c=c, bias=bias)
+    if check == "full":
+        _check_values(a_scale, b_scale)
     result = out
     if route.wrap is not None:
         a, bias, c, a_scale, a_zero, b_scale, b_zero, out = route.native(
@@ -144,9 +144,47 @@ def _left(a: Any, trans_a: bool) -> Any:
 
 
 def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
+    wanted, facts = _contract(a, b, o)
+    plain = None if isinstance(b, PackedWeight) else b
+    return dispatch.route(wanted, a, device, facts, plain, o.bias, o.c, o.a_scale, o.a_zero, o.b_scale, o.b_zero, o.out)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], **inputs: Any) -> None:
+    if tuple(out.shape) != tuple(shape):
+        raise ContractError("out", f"shape {list(shape)}", f"shape {list(out.shape)}")
+    validate.apart("out", out, **inputs)
+
+
+def _check_values(a_scale: Any, b_scale: Any) -> None:
+    validate.values("a_scale", a_scale)
+    validate.values("b_scale", b_scale)
+
+
+def _checked(
+    bound_for: OpSpec, level: str, a: Any, b: Any, *, trans_a: bool = False, trans_b: bool = False, bias: Any = None,
+    activation: str = "none", alpha: float = 1.0, beta: float = 0.0, c: Any = None, a_scale: Any = None,
+    a_zero: Any = None, b_scale: Any = None, b_zero: Any = None, group_size: int | None = None, a_quant: str = "none",
+    out: Any,
+) -> OpSpec:  # fmt: skip
+    options = _Options(
+        trans_a, trans_b, bias, activation, alpha, beta, c, a_scale, a_zero, b_scale, b_zero, group_size, a_quant,
+        out, arrays.meta("out", out).dtype, bound_for.fields.get("determinism", "none"), level,
+    )  # fmt: skip
+    wanted, facts = _contract(a, b, options)
+    _check_out(out, facts.shape, a=a, b=None if isinstance(b, PackedWeight) else b, c=c, bias=bias)
+    if level == "full":
+        _check_values(a_scale, b_scale)
+    return wanted
+
+
+dispatch.checked("gemm", _checked)
+
+
+def _contract(a: Any, b: Any, o: _Options) -> tuple[OpSpec, _Facts]:
+    """Check what a signature fixes; return the specification and what a call needs."""
     _check_options(o)
-    meta_a = validate.array("a", a, dtypes=A_DTYPES, dense_last=False)
-    meta_b = None if isinstance(b, PackedWeight) else validate.array("b", b, dtypes=A_DTYPES, dense_last=False)
+    meta_a = validate.array("a", a, dtypes=DTYPES, dense_last=False)
+    meta_b = None if isinstance(b, PackedWeight) else validate.array("b", b, dtypes=DTYPES, dense_last=False)
     left = _matrix("a", meta_a.shape, o.trans_a)
     if meta_b is None:
         if o.trans_b:
@@ -154,13 +192,14 @@ def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
         right: tuple[int, ...] = (b.shape[1], b.shape[0])
     else:
         right = _matrix("b", meta_b.shape, o.trans_b)
-        validate.same("b", "dtype", meta_a.dtype.value, meta_b.dtype.value)
+        if meta_b.dtype in validate.FLOATS or meta_a.dtype not in validate.FLOATS:  # else: quantised weights
+            validate.same("b", "dtype", meta_a.dtype.value, meta_b.dtype.value)
         validate.together(("a", meta_a), ("b", meta_b))
     validate.same("b", "K", left[-1], right[-2])
     shape = (*_broadcast("b", left[:-2], right[:-2]), left[-2], right[-1])
     _check_operands(meta_a, shape, o)
-    out_dtype = meta_a.dtype if o.out_dtype is None else DType.parse(o.out_dtype)
-    validate.option("out_dtype", out_dtype, (*validate.FLOATS, DType.int32))
+    _check_quantisation(meta_a, left, right, o)
+    out_dtype = _out_dtype(meta_a.dtype, o)
     if o.out is not None:
         described = validate.output("out", o.out, shape[1:], out_dtype)
         validate.together(("a", meta_a), ("out", described))
@@ -180,11 +219,10 @@ def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
         determinism=o.determinism,
     )
     facts = _Facts(shape, out_dtype, len(meta_a.shape) == 2 and not o.trans_a and len(shape) == 2)
-    others = (None if meta_b is None else b, o.bias, o.c, o.a_scale, o.a_zero, o.b_scale, o.b_zero, o.out)
-    return dispatch.route(wanted, a, device, facts, *others)
+    return wanted, facts
 
 
-A_DTYPES = (*validate.FLOATS, DType.int8, DType.float8_e4m3fn, DType.float8_e4m3fnuz, DType.float8_e5m2)
+DTYPES = (*validate.FLOATS, DType.int8, DType.float8_e4m3fn, DType.float8_e4m3fnuz, DType.float8_e5m2)
 
 
 def _matrix(name: str, shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
@@ -209,9 +247,8 @@ def _check_options(o: _Options) -> None:
     validate.option("determinism", o.determinism, ("none", "run", "batch"))
     for name, number in (("alpha", o.alpha), ("beta", o.beta)):
         validate.finite(name, number)
-    for name, flag in (("trans_a", o.trans_a), ("trans_b", o.trans_b)):
-        if type(flag) is not bool:
-            raise ContractError(name, "True or False", repr(flag))
+    validate.flag("trans_a", o.trans_a)
+    validate.flag("trans_b", o.trans_b)
     if o.beta != 0 and o.c is None:
         raise ContractError("c", "an array when beta is not 0", "None")
     if o.group_size is not None and (type(o.group_size) is not int or o.group_size < 1):
@@ -228,6 +265,40 @@ def _check_operands(a: Meta, shape: tuple[int, ...], o: _Options) -> None:
         validate.together(("a", a), ("c", described))
         if _broadcast("c", shape, described.shape) != shape:
             raise ContractError("c", f"a shape that broadcasts to {list(shape)}", f"shape {list(described.shape)}")
+
+
+def _out_dtype(a: DType, o: _Options) -> DType:
+    if o.out_dtype is not None:
+        return validate.dtype("out_dtype", o.out_dtype, (*validate.FLOATS, DType.int32))
+    if a in validate.FLOATS:
+        return a
+    scaled = o.a_scale is not None or o.b_scale is not None
+    return DType.int32 if a is DType.int8 and not scaled else DType.float32
+
+
+SCALE_BLOCK = 128  # weights along each side of a block of the block-wise fp8 form
+_ZEROS = (*validate.FLOATS, DType.int8, DType.uint8, DType.int32)
+
+
+def _check_quantisation(a: Meta, left: tuple[int, ...], right: tuple[int, ...], o: _Options) -> None:
+    """Check scales and zero points: one value, one per row of a or column of b, or one per group or block along K."""
+    (m, k), n = left[-2:], right[-1]
+    blocks = [-(-side // SCALE_BLOCK) for side in (k, n)]
+    groups = -(-k // o.group_size) if o.group_size else k
+    forms_a: list[tuple[int, ...]] = [(), (1,), (m,), (m, 1), (m, blocks[0])]
+    forms_b: list[tuple[int, ...]] = [(), (1,), (n,), (1, n), (blocks[0], blocks[1]), (groups, n)]
+    for name, x, forms, dtypes in (
+        ("a_scale", o.a_scale, forms_a, validate.FLOATS),
+        ("a_zero", o.a_zero, forms_a, _ZEROS),
+        ("b_scale", o.b_scale, forms_b, validate.FLOATS),
+        ("b_zero", o.b_zero, forms_b, _ZEROS),
+    ):
+        if x is not None:
+            described = validate.array(name, x, dtypes=dtypes, dense_last=False)
+            if tuple(described.shape) not in forms:
+                required = " or ".join(str(list(form)) for form in forms)
+                raise ContractError(name, f"shape {required}", f"shape {list(described.shape)}")
+            validate.together(("a", a), (name, described))
 
 
 def _features(a: Meta, b: Meta | None, o: _Options) -> set[str]:

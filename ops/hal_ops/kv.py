@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hal import binding
 from hal.errors import ContractError
-from hal.types import DType, Event
+from hal.types import DType, Event, OpSpec
 from hal_ops import arrays, cache_shape, compiled, dispatch, validate
-from hal_ops.attention_contract import KV_QUANTISED, scale_form
+from hal_ops.attention_contract import KV_QUANTISED, scale_array, scale_form, scale_key
 from hal_ops.cache_shape import Layout
 from hal_ops.spec import spec
 
@@ -52,16 +53,17 @@ def kv_write(
         compiled.ops.kv_write(k, v, k_cache, v_cache, slots, layout, k_scale, v_scale, wait, record, device)
         return None
     key = (
-        arrays.rows(k), arrays.rows(v), arrays.signature(k_cache), arrays.signature(v_cache), arrays.rows(slots),
-        layout, arrays.signature(k_scale), arrays.signature(v_scale), device, dispatch.default_device(),
+        arrays.rows(k), arrays.rows(v), arrays.signature(k_cache), arrays.signature(v_cache), arrays.growing(slots),
+        layout, scale_key(k_scale), scale_key(v_scale), device, dispatch.default_device(),
     )  # fmt: skip
     route = _write_table.get(key)
     if route is None:
         route = _write_table.add(key, _write_route(k, v, k_cache, v_cache, slots, layout, k_scale, v_scale, device))
-    _check_slots(slots, k.shape[0], v.shape[0], route.facts)
-    validate.apart("k_cache", k_cache, k=k, v=v)
-    validate.apart("v_cache", v_cache, k=k, v=v)
-    k, v, k_cache, v_cache, slots = route.native(k, v, k_cache, v_cache, slots)
+    capacity, on_host = route.facts
+    _check_write(k, v, k_cache, v_cache, slots, wait, record, capacity, on_host)
+    if route.wrap is not None:
+        k, v, k_cache, v_cache, slots = route.native(k, v, k_cache, v_cache, slots)
+        k_scale, v_scale = (x if scale_array(x) is None else route.native(x)[0] for x in (k_scale, v_scale))
     event: Event | None = route.run(
         k, v, k_cache, v_cache, slots, layout=cache_shape.lower(layout), k_scale=k_scale, v_scale=v_scale,
         wait=wait, record=record,
@@ -72,6 +74,16 @@ def kv_write(
 def _write_route(
     k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, layout: Any, k_scale: Any, v_scale: Any, device: Any
 ) -> dispatch.Route:
+    wanted, capacity = _write_contract(k, v, k_cache, v_cache, slots, layout, k_scale, v_scale)
+    facts = (capacity, arrays.meta("slots", slots).device == "host")
+    extras = (k, v, v_cache, slots, scale_array(k_scale), scale_array(v_scale))
+    return dispatch.route(wanted, k_cache, device, facts, *extras)
+
+
+def _write_contract(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, layout: Any, k_scale: Any, v_scale: Any
+) -> tuple[OpSpec, int]:
+    """Check what a signature fixes; return the specification and the number of slots."""
     meta_k, meta_v = (validate.array(name, x, rank=3, dtypes=validate.FLOATS) for name, x in (("k", k), ("v", v)))
     validate.same("v", "dtype", meta_k.dtype.value, meta_v.dtype.value)
     caches, cache = _caches(k_cache, v_cache, layout)
@@ -82,7 +94,7 @@ def _write_route(
         validate.same("k", "dtype", caches[0].dtype.value, meta_k.dtype.value)
     for name, x, described in zip(("k_cache", "v_cache"), (k_cache, v_cache), caches, strict=True):
         validate.writable(name, x, described)
-    meta_slots = validate.array("slots", slots, rank=1, dtypes=(DType.int64,))
+    validate.array("slots", slots, rank=1, dtypes=(DType.int64,))
     validate.together(("k", meta_k), ("v", meta_v), ("k_cache", caches[0]), ("v_cache", caches[1]))
     features = {"strided"} if cache.strided or not (cache_shape.dense(meta_k) and cache_shape.dense(meta_v)) else set()
     for side, x, dim, described in (
@@ -91,9 +103,37 @@ def _write_route(
     ):
         if x is not None:
             features.add(f"{side}_scale_{scale_form(f'{side}_scale', x, cache.heads, dim, described.shape[:-1])}")
+            if scale_array(x) is not None:
+                validate.together(("k", meta_k), (f"{side}_scale", arrays.meta(f"{side}_scale", x)))
     wanted = spec("kv_write", k_dtype=meta_k.dtype, **_cache_fields(caches[0].dtype, cache, layout), features=features)
-    facts = (cache.pages * cache.page, meta_slots.device == "host")
-    return dispatch.route(wanted, k_cache, device, facts, k, v, v_cache, slots)
+    return wanted, cache.pages * cache.page
+
+
+def _check_write(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, wait: Any, record: Any, capacity: int, on_host: bool
+) -> None:
+    """Check what changes from call to call: row counts, slots on the host, and where the arrays lie."""
+    if wait or record:
+        validate.events(wait, record)
+    _check_slots(slots, k.shape[0], v.shape[0], capacity, on_host)
+    validate.apart("k_cache", k_cache, k=k, v=v)
+    validate.apart("v_cache", v_cache, k=k, v=v, k_cache=k_cache)
+
+
+def _checked_write(
+    bound_for: OpSpec, level: str, k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, *, layout: Any = "NHD",
+    k_scale: Any = None, v_scale: Any = None, wait: Any = (), record: Any = False,
+) -> OpSpec:  # fmt: skip
+    wanted, capacity = _write_contract(k, v, k_cache, v_cache, slots, layout, k_scale, v_scale)
+    on_host = level == "full" or arrays.meta("slots", slots).device == "host"
+    _check_write(k, v, k_cache, v_cache, slots, wait, record, capacity, on_host)
+    if level == "full":
+        validate.values("k_scale", k_scale)
+        validate.values("v_scale", v_scale)
+    return wanted
+
+
+dispatch.checked("kv_write", _checked_write)
 
 
 def _caches(k_cache: Any, v_cache: Any, layout: Any) -> tuple[tuple[arrays.Meta, arrays.Meta], cache_shape.CacheShape]:
@@ -118,8 +158,7 @@ def _cache_fields(dtype: DType, cache: cache_shape.CacheShape, layout: Any) -> d
     }
 
 
-def _check_slots(slots: Any, k_rows: int, v_rows: int, facts: tuple[int, bool]) -> None:
-    capacity, on_host = facts
+def _check_slots(slots: Any, k_rows: int, v_rows: int, capacity: int, on_host: bool) -> None:
     count = slots.shape[0]
     for name, rows in (("k", k_rows), ("v", v_rows)):
         if rows < count:
@@ -154,14 +193,30 @@ def kv_gather(
     >>> kv_gather(cache, cache, table, lens)[0].ravel().tolist()
     [4.0, 5.0, 0.0]
     """
-    caches, cache = _caches(k_cache, v_cache, layout)
-    check_table("block_table", block_table, "kv_lens", kv_lens, cache.pages, cache.page)
-    features = {"strided"} if cache.strided else set()
-    wanted = spec("kv_gather", **_cache_fields(caches[0].dtype, cache, layout), features=features)
+    block_table = arrays.indices("block_table", block_table, "int32")
+    kv_lens = arrays.indices("kv_lens", kv_lens, "int32")
+    wanted = _gather_contract(k_cache, v_cache, block_table, kv_lens, layout)
     route = dispatch.route(wanted, k_cache, device, None, v_cache)
     native = route.native(k_cache, v_cache, block_table, kv_lens)
     k, v, indptr = route.run(*native, layout=cache_shape.lower(layout))
     return arrays.like_caller(k, k_cache), arrays.like_caller(v, k_cache), arrays.like_caller(indptr, k_cache)
+
+
+def _gather_contract(k_cache: Any, v_cache: Any, block_table: Any, kv_lens: Any, layout: Any) -> OpSpec:
+    caches, cache = _caches(k_cache, v_cache, layout)
+    validate.together(("k_cache", caches[0]), ("v_cache", caches[1]))
+    check_table("block_table", block_table, "kv_lens", kv_lens, cache.pages, cache.page)
+    features = {"strided"} if cache.strided else set()
+    return spec("kv_gather", **_cache_fields(caches[0].dtype, cache, layout), features=features)
+
+
+def _checked_gather(
+    bound_for: OpSpec, level: str, k_cache: Any, v_cache: Any, block_table: Any, kv_lens: Any, *, layout: Any = "NHD"
+) -> OpSpec:
+    return _gather_contract(k_cache, v_cache, block_table, kv_lens, layout)
+
+
+dispatch.checked("kv_gather", _checked_gather)
 
 
 def check_table(table_name: str, table: Any, lens_name: str, lens: Any, pages: int, page: int) -> None:
@@ -212,25 +267,44 @@ def kv_copy(
     [0.0, 0.0, 1.0]
     """
     sequence = tuple(caches) if isinstance(caches, list | tuple) else (caches,)
-    if not sequence:
-        raise ContractError("caches", "at least one array", "an empty sequence")
-    described = [validate.array("caches", x, dense_last=False) for x in sequence]
-    pairs = _check_mapping(mapping, min(one.shape[0] if one.shape else 0 for one in described))
-    for x, one in zip(sequence, described, strict=True):
-        validate.writable("caches", x, one)
-        validate.same("caches", "dtype", described[0].dtype.value, one.dtype.value)
-    validate.together(("caches", described[0]), *(("caches", one) for one in described[1:]))
-    strided = not all(cache_shape.dense(one) for one in described)
-    wanted = spec("kv_copy", kv_dtype=described[0].dtype, features={"strided"} if strided else ())
+    wanted, pairs = _copy_contract(sequence, mapping, wait, record)
     route = dispatch.route(wanted, sequence[0], device, None, *sequence[1:])
     event: Event | None = route.run(route.native(*sequence), pairs, wait=wait, record=record)
     return event
 
 
+def _copy_contract(sequence: tuple[Any, ...], mapping: Any, wait: Any, record: Any) -> tuple[OpSpec, Any]:
+    """Check the arguments; return the specification and the mapping on the host."""
+    if not sequence:
+        raise ContractError("caches", "at least one array", "an empty sequence")
+    validate.events(wait, record)
+    described = [validate.array("caches", x, dense_last=False) for x in sequence]
+    if not all(one.shape for one in described):
+        raise ContractError("caches", "arrays with pages along their first dimension", "a scalar")
+    pairs = _check_mapping(mapping, min(one.shape[0] for one in described))
+    for x, one in zip(sequence, described, strict=True):
+        validate.writable("caches", x, one)
+        validate.same("caches", "dtype", described[0].dtype.value, one.dtype.value)
+    validate.together(("caches", described[0]), *(("caches", one) for one in described[1:]))
+    validate.all_apart({f"caches[{place}]": x for place, x in enumerate(sequence)})
+    strided = not all(cache_shape.dense(one) for one in described)
+    return spec("kv_copy", kv_dtype=described[0].dtype, features={"strided"} if strided else ()), pairs
+
+
+def _checked_copy(
+    bound_for: OpSpec, level: str, caches: Any, mapping: Any, *, wait: Any = (), record: Any = False
+) -> OpSpec:
+    return _copy_contract(tuple(caches), mapping, wait, record)[0]
+
+
+dispatch.checked("kv_copy", _checked_copy)
+binding.ON_HOST["kv_copy"] = frozenset({1})
+
+
 def _check_mapping(mapping: Any, pages: int) -> Any:
     import numpy as np
 
-    pairs = np.asarray(mapping, dtype=np.int64) if isinstance(mapping, list | tuple) else mapping
+    pairs = arrays.indices("mapping", mapping, "int64")
     if arrays.meta("mapping", pairs).device != "host":
         raise ContractError(
             "mapping", "int64 [n, 2] on the host", f"an array on {arrays.meta('mapping', pairs).device}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hal.errors import ContractError
-from hal.types import Event
+from hal.types import DType, Event, OpSpec
 from hal_ops import arrays, dispatch, validate
 from hal_ops.kv import check_table
 from hal_ops.kv_format import Component, KVCacheFormat
@@ -59,23 +59,15 @@ def kv_convert(
     >>> dst[0].ravel().tolist()
     [4.0, 5.0, 0.0, 0.0]
     """
-    _check_formats(src_format, dst_format, lossy)
-    src, dst = tuple(src), tuple(dst)
-    src_pages = _check_arrays("src", src, src_format)
-    dst_pages = _check_arrays("dst", dst, dst_format)
-    check_table("src_table", src_table, "kv_lens", kv_lens, src_pages, src_format.page_tokens)
-    check_table("dst_table", dst_table, "kv_lens", kv_lens, dst_pages, dst_format.page_tokens)
-    _check_writes(dst, src, dst_table, kv_lens, dst_format.page_tokens)
-    first, second = src_format.components[0], dst_format.components[0]
-    opaque = any(part.opaque for part in (*src_format.components, *dst_format.components))
-    wanted = spec(
-        "kv_convert",
-        src_dtype=first.storage_dtype,
-        dst_dtype=second.storage_dtype,
-        src_layout=src_format.name,
-        dst_layout=dst_format.name,
-        features=_features(lossy, src_scales or dst_scales, compute_scales, opaque),
+    src_table, dst_table, kv_lens = (
+        arrays.indices(name, x, "int32")
+        for name, x in (("src_table", src_table), ("dst_table", dst_table), ("kv_lens", kv_lens))
     )
+    wanted = _contract(
+        src, src_format, dst, dst_format, src_table=src_table, dst_table=dst_table, kv_lens=kv_lens,
+        src_scales=src_scales, dst_scales=dst_scales, compute_scales=compute_scales, lossy=lossy, wait=wait,
+        record=record,
+    )  # fmt: skip
     route = dispatch.route(wanted, dst[0], device, None, *src, *dst[1:])
     event: Event | None = route.run(
         route.native(*src), src_format, route.native(*dst), dst_format,
@@ -84,6 +76,47 @@ def kv_convert(
         wait=wait, record=record,
     )  # fmt: skip
     return event
+
+
+def _contract(
+    src: Any, src_format: KVCacheFormat, dst: Any, dst_format: KVCacheFormat, *, src_table: Any, dst_table: Any,
+    kv_lens: Any, src_scales: Any = None, dst_scales: Any = None, compute_scales: bool = False, lossy: bool = False,
+    wait: Any = (), record: Any = False,
+) -> OpSpec:  # fmt: skip
+    """Check the arguments, which are those of the bound form; return the specification."""
+    _check_options(src_scales, dst_scales, compute_scales, lossy)
+    validate.events(wait, record)
+    _check_formats(src_format, dst_format, lossy)
+    src_pages = _check_arrays("src", src, src_format)
+    dst_pages = _check_arrays("dst", dst, dst_format)
+    check_table("src_table", src_table, "kv_lens", kv_lens, src_pages, src_format.page_tokens)
+    check_table("dst_table", dst_table, "kv_lens", kv_lens, dst_pages, dst_format.page_tokens)
+    _check_writes(dst, src, dst_table, kv_lens, dst_format.page_tokens)
+    first, second = src_format.components[0], dst_format.components[0]
+    opaque = any(part.opaque for part in (*src_format.components, *dst_format.components))
+    return spec(
+        "kv_convert",
+        src_dtype=first.storage_dtype,
+        dst_dtype=second.storage_dtype,
+        src_layout=src_format.name,
+        dst_layout=dst_format.name,
+        features=_features(lossy, src_scales or dst_scales, compute_scales, opaque),
+    )
+
+
+def _checked(bound_for: OpSpec, level: str, *arguments: Any, **options: Any) -> OpSpec:
+    return _contract(*arguments, **options)
+
+
+dispatch.checked("kv_convert", _checked)
+
+
+def _check_options(src_scales: Any, dst_scales: Any, compute_scales: Any, lossy: Any) -> None:
+    validate.flag("compute_scales", compute_scales)
+    validate.flag("lossy", lossy)
+    for name, scales in (("src_scales", src_scales), ("dst_scales", dst_scales)):
+        if scales is not None and not (isinstance(scales, Mapping) and all(isinstance(key, str) for key in scales)):
+            raise ContractError(name, "a mapping from component to scales, or None", repr(scales))
 
 
 def _features(lossy: bool, scales: Any, compute_scales: bool, opaque: bool) -> set[str]:
@@ -97,22 +130,22 @@ def _check_formats(src: KVCacheFormat, dst: KVCacheFormat, lossy: bool) -> None:
             raise ContractError(name, "a KVCacheFormat", type(value).__name__)
     for field in ("layer_ids", "total_kv_heads", "head_start", "head_count", "compress_ratio"):
         validate.same("dst_format", field, getattr(src, field), getattr(dst, field))
-    ours, theirs = _dims(src), _dims(dst)
+    ours, theirs = ({name: dim for name, (dim, _) in _parts(form).items()} for form in (src, dst))
     validate.same("dst_format", "head dims per part", ours, theirs)
-    pairs = {(a.storage_dtype, b.storage_dtype) for a in src.components for b in dst.components}
-    narrowing = [pair for pair in pairs if not _holds(*pair)]
+    before_, after_ = _parts(src), _parts(dst)
+    narrowing = [pair for name in before_ if not _holds(*(pair := (before_[name][1], after_[name][1])))]
     if narrowing and not lossy:
         before, after = narrowing[0]
         raise ContractError("lossy", f"True for {before} to {after}, which loses values", "False")
 
 
-def _dims(value: KVCacheFormat) -> dict[str, int]:
-    """Head dims by part, the K and V of a packed component counted apart."""
-    dims: dict[str, int] = {}
+def _parts(value: KVCacheFormat) -> dict[str, tuple[int, DType]]:
+    """Head dim and dtype by part, the K and V of a packed component counted apart."""
+    parts: dict[str, tuple[int, DType]] = {}
     for component in value.components:
         names = ("k", "v") if component.name == "kv" else (component.name,)
-        dims |= dict.fromkeys(names, component.head_dim)
-    return dims
+        parts |= dict.fromkeys(names, (component.head_dim, component.storage_dtype))
+    return parts
 
 
 _EXACT = {"float16": {"float16", "float32"}, "bfloat16": {"bfloat16", "float32"}}
@@ -123,7 +156,9 @@ def _holds(before: str, after: str) -> bool:
     return before == after or after in _EXACT.get(before, ())
 
 
-def _check_arrays(name: str, caches: tuple[Any, ...], form: KVCacheFormat) -> int:
+def _check_arrays(name: str, caches: Any, form: KVCacheFormat) -> int:
+    if not isinstance(caches, list | tuple):
+        raise ContractError(name, "a sequence of arrays", type(caches).__name__)
     expected = len(form.layer_ids) * len(form.components)
     if len(caches) != expected:
         raise ContractError(name, f"{expected} arrays (layers x components)", f"{len(caches)} arrays")
@@ -146,18 +181,17 @@ def _pages(label: str, component: Component, shape: tuple[int, ...]) -> int:
     return shape[axes.index("B")]
 
 
-def _check_writes(dst: tuple[Any, ...], src: tuple[Any, ...], dst_table: Any, kv_lens: Any, page: int) -> None:
+def _check_writes(dst: Sequence[Any], src: Sequence[Any], dst_table: Any, kv_lens: Any, page: int) -> None:
     """Refuse destinations that read-only, shared or written twice would make depend on luck."""
     import numpy as np
 
-    spans = [arrays.span(cache) for cache in src]
-    for place, cache in enumerate(dst):
-        label = f"dst[{place}]"
-        validate.writable(label, cache, arrays.meta(label, cache))
-        low, high = arrays.span(cache)
-        shared = next((other for other, (start, end) in enumerate(spans) if low < end and start < high), None)
-        if shared is not None:
-            raise ContractError(label, f"memory apart from src[{shared}]", f"memory shared with src[{shared}]")
+    targets = {f"dst[{place}]": cache for place, cache in enumerate(dst)}
+    sources = {f"src[{place}]": cache for place, cache in enumerate(src)}
+    described = {label: arrays.meta(label, cache) for label, cache in (targets | sources).items()}
+    validate.together(("dst[0]", described["dst[0]"]), *described.items())
+    for label, cache in targets.items():
+        validate.writable(label, cache, described[label])
+    validate.all_apart(targets, sources)
     table = arrays.index_host("dst_table", dst_table, rank=2)
     used = -(-arrays.index_host("kv_lens", kv_lens, rank=1).astype(np.int64) // page)
     live = table[np.arange(table.shape[1])[None, :] < used[:, None]]

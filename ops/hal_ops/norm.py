@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hal.errors import ContractError
+from hal.types import OpSpec
 from hal_ops import arrays, compiled, dispatch, validate
 from hal_ops.spec import spec
 
@@ -42,11 +43,8 @@ def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None, out: Any 
     route = _table.get(key)
     if route is None:
         route = _table.add(key, _route(x, weight, eps, residual, out, device))
-    for name, other in (("residual", residual), ("out", out)):
-        if other is not None and other.shape[0] != x.shape[0]:
-            raise ContractError(name, f"shape {list(x.shape)}", f"shape {list(other.shape)}")
-    if residual is not None:
-        validate.apart("residual", residual, x=x, out=out)
+    if residual is not None or out is not None:
+        _check_sizes(x, weight, residual, out)
     result = arrays.empty(x, x.shape, route.facts) if out is None else out
     x, weight, residual, out = route.native(x, weight, residual, result)
     route.run(x, weight, eps, residual=residual, out=out)
@@ -54,9 +52,27 @@ def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None, out: Any 
 
 
 def _route(x: Any, weight: Any, eps: float, residual: Any, out: Any, device: Any) -> dispatch.Route:
+    wanted = _contract(x, weight, eps, residual, out)
+    return dispatch.route(wanted, x, device, wanted.fields["dtype"], weight, residual, out)
+
+
+def _check_sizes(x: Any, weight: Any, residual: Any, out: Any) -> None:
+    """Check what changes from call to call: token counts and where results lie."""
+    for name, other in (("residual", residual), ("out", out)):
+        if other is not None and other.shape[0] != x.shape[0]:
+            raise ContractError(name, f"shape {list(x.shape)}", f"shape {list(other.shape)}")
+    if residual is not None:
+        validate.apart("residual", residual, x=x, out=out, weight=weight)
+    if out is not None:
+        validate.apart("out", out, weight=weight)
+        validate.same_place("out", out, "x", x)
+
+
+def _contract(x: Any, weight: Any, eps: float, residual: Any, out: Any) -> OpSpec:
+    """Check what a signature fixes; return the specification."""
     first = validate.array("x", x, dtypes=validate.FLOATS)
-    if not first.shape:
-        raise ContractError("x", "at least 1 dimension", "a scalar")
+    if not first.shape or not first.shape[-1]:
+        raise ContractError("x", "a last dimension of at least 1", f"shape {list(first.shape)}")
     scale = validate.array("weight", weight, dtypes=validate.FLOATS)
     validate.shape("weight", scale, first.shape[-1:])
     validate.finite("eps", eps, low=0.0)
@@ -68,5 +84,15 @@ def _route(x: Any, weight: Any, eps: float, residual: Any, out: Any, device: Any
             validate.together(("x", first), (name, described))
     validate.together(("x", first), ("weight", scale))
     features = {"residual"} if residual is not None else ()
-    wanted = spec("rms_norm", dtype=first.dtype, weight_dtype=scale.dtype, dim=first.shape[-1], features=features)
-    return dispatch.route(wanted, x, device, first.dtype, weight, residual, out)
+    return spec("rms_norm", dtype=first.dtype, weight_dtype=scale.dtype, dim=first.shape[-1], features=features)
+
+
+def _checked(
+    bound_for: OpSpec, level: str, x: Any, weight: Any, eps: float, *, residual: Any = None, out: Any
+) -> OpSpec:
+    wanted = _contract(x, weight, eps, residual, out)
+    _check_sizes(x, weight, residual, out)
+    return wanted
+
+
+dispatch.checked("rms_norm", _checked)

@@ -58,7 +58,7 @@ class AttentionPlan:
         self.bucket = (bucket(self.batch), bucket(max_q), bucket(max_kv), "one" if self.columns == 1 else "many")
         self._cache: dict[str, Any] = {}
         self._checked: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is built may itself need something cached
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
         """Return what ``build`` made for ``key``; it runs once per plan, whatever the number of layers."""
@@ -128,8 +128,6 @@ def plan_attention(
     >>> plan_attention(q_indptr=[0, 3, 4], kv_indptr=[0, 3, 9]).kv_lens.tolist()
     [3, 6]
     """
-    import numpy as np
-
     q_lens = _lengths("q_indptr", q_indptr, q_lens_host)
     batch = len(q_lens)
     if (kv_indptr is None) == (block_table is None):
@@ -138,12 +136,13 @@ def plan_attention(
     table_host = None
     if block_table is not None:
         table_host = arrays.index_host("block_table", block_table, rank=2)
-        if kv_lens is None and kv_lens_host is None:
-            raise ContractError("kv_lens", "lengths of the paged requests", "None")
-        lens = kv_lens_host if kv_lens_host is not None else arrays.index_host("kv_lens", kv_lens, rank=1)
-        lens = np.asarray(lens, dtype=np.int64)
         if table_host.shape[0] != batch:
             raise ContractError("block_table", f"{batch} rows", f"{table_host.shape[0]}")
+        if kv_lens is None and kv_lens_host is None:
+            raise ContractError("kv_lens", "lengths of the paged requests", "None")
+        lens = _paged_lengths(kv_lens, kv_lens_host)
+    elif kv_lens is not None:
+        raise ContractError("kv_lens", "None: kv_indptr gives the lengths of ragged requests", "lengths")
     else:
         lens = _lengths("kv_indptr", kv_indptr, kv_lens_host)
     if len(lens) != batch:
@@ -167,24 +166,58 @@ def plan_attention(
 
 
 def _lengths(name: str, indptr: Any, host: Any) -> Any:
+    """Return the lengths (int64) that cumulative ones stand for; ``host`` saves reading them from a device."""
     import numpy as np
 
-    if host is not None:
-        lens = np.asarray(host, dtype=np.int64)
-    else:
+    short = name.removesuffix("_indptr") + "_lens_host"
+    lens = None if host is None else _host_lengths(short, host)
+    if lens is None or _lies_on_host(name, indptr):
         values = arrays.index_host(name, indptr, rank=1).astype(np.int64)
         if len(values) == 0 or values[0] != 0:
             raise ContractError(name, "cumulative lengths that start with 0", f"{values[:3].tolist()}")
-        lens = np.diff(values)
+        found = np.diff(values)
+        if lens is not None and not np.array_equal(lens, found):
+            raise ContractError(short, f"the lengths of {name}, {found.tolist()}", f"{lens.tolist()}")
+        lens = found
     if len(lens) and int(lens.min()) < 0:
         raise ContractError(name, "monotone, non-negative lengths", f"a length of {lens.min()}")
     return lens
+
+
+def _paged_lengths(kv_lens: Any, host: Any) -> Any:
+    import numpy as np
+
+    lens = None if host is None else _host_lengths("kv_lens_host", host)
+    if lens is not None and (kv_lens is None or not _lies_on_host("kv_lens", kv_lens)):
+        return lens
+    found = arrays.index_host("kv_lens", kv_lens, rank=1).astype(np.int64)
+    if lens is not None and not np.array_equal(lens, found):
+        raise ContractError("kv_lens_host", f"the lengths of kv_lens, {found.tolist()}", f"{lens.tolist()}")
+    return found
+
+
+def _host_lengths(name: str, host: Any) -> Any:
+    """Return lengths given as host integers of any width."""
+    import numpy as np
+
+    lens = arrays.indices(name, host, "int64")
+    if not arrays.is_numpy(lens):
+        lens = arrays.index_host(name, lens, rank=1, dtype=arrays.meta(name, lens).dtype)
+    if lens.dtype.kind not in "iu" or lens.ndim != 1:
+        raise ContractError(name, "one dimension of integers", f"{lens.dtype} of shape {list(lens.shape)}")
+    return lens.astype(np.int64)
+
+
+def _lies_on_host(name: str, x: Any) -> bool:
+    return isinstance(x, list | tuple) or arrays.meta(name, x).device == "host"
 
 
 def _bound(name: str, lens: Any, bound: int | None) -> int:
     longest = int(lens.max()) if len(lens) else 0
     if bound is None:
         return longest
+    if type(bound) is not int:
+        raise ContractError(name, "an integer", repr(bound))
     if bound < longest:
         raise ContractError(name, f"at least the longest request, {longest}", str(bound))
     return bound

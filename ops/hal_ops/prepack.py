@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hal.errors import ContractError
-from hal.types import DType
+from hal.types import DType, OpSpec
 from hal_ops import dispatch, validate
 from hal_ops.arrays import Meta
 from hal_ops.gguf import LAYOUTS, WEIGHTS
@@ -43,10 +44,19 @@ def prepack(
     >>> packed.shape, packed.scheme.name
     ((3, 3), 'dense')
     """
-    scheme = Scheme.parse(scheme)
-    if type(trans_b) is not bool:
-        raise ContractError("trans_b", "True or False", repr(trans_b))
-    if isinstance(weight, dict):
+    parsed = Scheme.parse(scheme)
+    wanted = _contract(weight, parsed, shape, trans_b)
+    route = dispatch.route(wanted, weight, device)
+    logical = (wanted.fields["n"], wanted.fields["k"])
+    packed = route.run(*route.native(weight), scheme=parsed, shape=logical, trans_b=trans_b)
+    assert isinstance(packed, PackedWeight)
+    return packed
+
+
+def _contract(weight: Any, scheme: Scheme, shape: Any, trans_b: bool) -> OpSpec:
+    """Check the arguments; return the specification."""
+    validate.flag("trans_b", trans_b)
+    if isinstance(weight, Mapping):
         raise ContractError(
             "weight", "one array: no scheme of contract 1.0 that is served yet takes a mapping", "a mapping"
         )
@@ -58,8 +68,8 @@ def prepack(
         described = validate.array("weight", weight, rank=2, dtypes=validate.FLOATS, dense_last=False)
         n, k = described.shape if trans_b else described.shape[::-1]
         if shape is not None:
-            validate.same("shape", "the logical shape", (n, k), tuple(shape))
-    wanted = spec(
+            validate.same("shape", "the logical shape", (n, k), tuple(shape) if isinstance(shape, list) else shape)
+    return spec(
         "prepack",
         scheme=scheme.name,
         n=n,
@@ -67,16 +77,22 @@ def prepack(
         w_dtype=None if blocks else described.dtype,
         features={"trans_b"} if trans_b else (),
     )
-    route = dispatch.route(wanted, weight, device)
-    packed = route.run(*route.native(weight), scheme=scheme, shape=(n, k), trans_b=trans_b)
-    assert isinstance(packed, PackedWeight)
-    return packed
+
+
+def _checked(
+    bound_for: OpSpec, level: str, weight: Any, *, scheme: Scheme, shape: Any = None, trans_b: bool = True
+) -> OpSpec:
+    return _contract(weight, Scheme.parse(scheme), shape, trans_b)
+
+
+dispatch.checked("prepack", _checked)
 
 
 def _block_shape(described: Meta, size: int, shape: Any, trans_b: bool) -> tuple[int, int]:
     if not trans_b:
         raise ContractError("trans_b", "True: blocks run along K, so the weight is [N, K]", "False")
-    if shape is None or len(shape) != 2 or not all(type(side) is int and side >= 0 for side in shape):
+    pair = isinstance(shape, list | tuple) and len(shape) == 2
+    if not pair or not all(type(side) is int and side >= 0 for side in shape):
         raise ContractError("shape", "(N, K) of the weight that the blocks hold", repr(shape))
     n, k = shape
     if k % WEIGHTS:

@@ -157,14 +157,26 @@ def spec(op: str, **fields: Any) -> OpSpec:
 
 def _coerce(name: str, field: Field, value: Any) -> Any:
     if field.kind is DType:
-        return DType.parse(value)
+        try:
+            return DType.parse(value)
+        except ContractError as error:
+            raise ContractError(name, error.required, error.actual) from None
     if field.kind is frozenset:
-        value = frozenset(value)
-        wrong = sorted(value - set(field.choices))
-    elif not isinstance(value, field.kind) or (field.kind is int and isinstance(value, bool)):
+        return _flag_set(name, field, value)
+    if not isinstance(value, field.kind) or (field.kind is int and isinstance(value, bool)):
         raise ContractError(name, f"a value of type {field.kind.__name__}", repr(value))
-    else:
-        wrong = [value] if field.choices and value not in field.choices else []
-    if wrong:
-        raise ContractError(name, "one of " + ", ".join(field.choices), ", ".join(map(str, wrong)))
+    if isinstance(value, int) and value < 0:
+        raise ContractError(name, "an integer of at least 0", repr(value))
+    if field.choices and value not in field.choices:
+        raise ContractError(name, "one of " + ", ".join(field.choices), str(value))
     return value
+
+
+def _flag_set(name: str, field: Field, value: Any) -> frozenset[str]:
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise ContractError(name, "a set of flags", repr(value))
+    flags = frozenset(value)
+    if not flags.issubset(field.choices):
+        wrong = sorted(map(str, flags.difference(field.choices)))
+        raise ContractError(name, "any of " + ", ".join(field.choices), ", ".join(wrong))
+    return flags
