@@ -14,7 +14,7 @@ from hal.constraint import Flags, OneOf, Range
 from hal.dtype import DType
 from hal.types import Claim, Device, Event, Kernel
 from hal_torch import kv_convert
-from hal_torch.memory import TorchEvent, TorchMemory
+from hal_torch.memory import TorchMemory
 from hal_torch.pages import Pages, bits, cast, request_slots
 
 CHUNK = 32 << 20  # bytes of scratch of one step of a copy
@@ -54,7 +54,7 @@ def kernels(device: Device, prefix: str = "torch") -> list[Kernel]:
 def _ordered(run: Callable[..., None], memory: TorchMemory) -> Callable[..., Any]:
     """Add ``wait`` (events that come first) and ``record`` (return an event of the completion)."""
 
-    def ordered(*args: Any, wait: Sequence[Event] = (), record: bool = False, **kwargs: Any) -> TorchEvent | None:
+    def ordered(*args: Any, wait: Sequence[Event] = (), record: bool = False, **kwargs: Any) -> Event | None:
         for event in wait:
             event.wait()
         run(*args, **kwargs)
