@@ -79,19 +79,12 @@ class Handle:
         del model.hal_handle
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        tokens = _tokens(args, kwargs)
-        role.enter(self.placement.decode if tokens == 1 else self.placement.prefill)
-        if self._needs_cache(module, args, kwargs):
+        cache = _given_cache(args, kwargs)
+        follows = cache is not None and cache.get_seq_length() > 0  # a prompt of one token is a prefill too
+        role.enter(self.placement.decode if follows and _tokens(args, kwargs) == 1 else self.placement.prefill)
+        if cache is None and _uses_cache(module, kwargs):
             kwargs = {**kwargs, _cache_name(module): self.cache()}
         return args, kwargs
-
-    def _needs_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model is about to make a cache of its own."""
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(module.config, "use_cache", False)
-        given = len(args) > 3 or any(kwargs.get(name) is not None for name in _CACHE_NAMES)
-        return use_cache and not given
 
     def _replace_cache_of_generate(self, model: PreTrainedModel) -> None:
         prepare = model._prepare_cache_for_generation
@@ -115,8 +108,8 @@ def use_hal(model: PreTrainedModel, *, prefill: str = "cpu:0", decode: str = "cp
     """Run ``model`` through HAL, in place: inference only.
 
     Every ``nn.Linear`` becomes a ``HalLinear``, attention goes through the ``"hal"`` attention interface and KV
-    through a ``PagedCache``. Forwards of more than one token per row run on ``prefill``, single-token steps on
-    ``decode``; the KV is handed over before the first step and stays. Called again, it places the model anew.
+    through a ``PagedCache``. Prompts run on ``prefill``, the single-token steps that follow on ``decode``; the KV is
+    handed over before the first step and stays. Called again, it places the model anew.
 
     Args:
         model: a decoder-only transformers model (Llama, Qwen, Mistral, Gemma 2 and their like).
@@ -197,6 +190,18 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if ids is None:
         ids = kwargs.get("inputs_embeds")
     return 0 if ids is None else ids.shape[1]
+
+
+def _given_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache that a forward with these arguments was given, or None."""
+    named = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+    return args[3] if named is None and len(args) > 3 else named
+
+
+def _uses_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the model is about to make a cache of its own when it was given none."""
+    use_cache = kwargs.get("use_cache")
+    return bool(getattr(module.config, "use_cache", False) if use_cache is None else use_cache)
 
 
 def _cache_name(module: nn.Module) -> str:

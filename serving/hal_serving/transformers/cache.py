@@ -187,8 +187,8 @@ class PagedCache(Cache):
         return fresh.sum(1).cpu().numpy().astype(np.int64)
 
     def _settle(self, columns: int) -> None:
-        """Choose where this step's KV lives: decode as soon as single tokens come, and for good."""
-        if columns == 1 and self.role is not self.placement.decode:
+        """Choose where this step's KV lives: decode as soon as single tokens follow a prompt, and for good."""
+        if columns == 1 and self.seen > columns and self.role is not self.placement.decode:
             self.role = self.placement.decode
             if self.pool is not None:
                 self.pool, self.tables = hand_over(self)
