@@ -81,6 +81,10 @@ def _run(options: Options) -> None:
     from hal_serving.devices import pick_devices
     from hal_serving.source import open_model
 
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are local; nothing may wait for a network
+    # Two backends bring two thread pools. An OpenMP thread that spins while the other pool works costs a factor of
+    # three on a busy machine. The variable is read when torch is loaded, so it is set before any device is probed.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     source = open_model(options.model)  # what is wrong with the arguments shows before anything heavy is imported
     prefill, decode = pick_devices(options.dtype, options.prefill, options.decode)
     session = _load(source, options.dtype, prefill, decode)
@@ -107,7 +111,6 @@ def _run(options: Options) -> None:
 def _load(source: GGUFFile | Path, dtype: str, prefill: str, decode: str) -> Session:
     from hal_serving.report import loading
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are local; nothing may wait for a network
     with loading() as progress:
         progress("libraries", 0, 1)
         from transformers.utils import logging

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import hal
+from hal.cli import output
 from hal.types import Explanation
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def waiting(what: str) -> AbstractContextManager[object]:
 
 def show_placement(session: Session) -> None:
     """Print the devices and which kernel serves each operator, and why."""
-    console = Console()
+    console = output.console()
     devices = Table("device", "what it is", "", title="devices", title_justify="left")
     for device in hal.devices(all=True):
         state = "available" if device.available else f"not available: {device.reason}"
