@@ -35,7 +35,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 def console() -> Console:
     """Return the console of stdout. A pipe or a file has no width of its own and gets room for whole words."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
-    return Console(width=width)
+    return Console(width=width, markup=False, emoji=False)  # reasons hold [brackets] of their own
 
 
 def size(count: int | None) -> str:
