@@ -39,9 +39,9 @@ check: $(TEST_STAMP) ## ruff and mypy
 
 bench: $(TEST_STAMP) ## run benchmarks/*.py, JSON into benchmarks/results/
 	@mkdir -p benchmarks/results
-	@set -e; for script in benchmarks/[!_]*.py; do \
+	@set -e; for script in $(filter-out %/harness.py,$(wildcard benchmarks/*.py)); do \
 	  result=benchmarks/results/$$(basename $$script .py).json; \
-	  echo "$$script -> $$result"; $(BIN)/python $$script --json $$result; done
+	  echo "$$script -> $$result"; $(BIN)/python $$script --out $$result; done
 
 docs: $(TEST_STAMP) ## write the generated pages of docs/ again
 	$(BIN)/python docs/generate.py
