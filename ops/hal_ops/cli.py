@@ -48,7 +48,7 @@ def _option(name: str, field: Field) -> Callable[[Any], Any]:
         return click.option(flag, name, help=f"{field.doc} [dtype]")
     if field.choices:
         return click.option(flag, name, type=click.Choice(field.choices), help=field.doc)
-    return click.option(flag, name, type=int if field.kind is int else str, help=field.doc)
+    return click.option(flag, name, type=click.IntRange(min=0) if field.kind is int else str, help=field.doc)
 
 
 def _command(op: str, vocabulary: dict[str, Field]) -> click.Command:
@@ -76,13 +76,13 @@ for _op, _vocabulary in VOCABULARY.items():
 
 def _run(op: str, device: str | None, as_json: bool, values: dict[str, Any]) -> None:
     requested = _requested(op, values)
-    records = [hal.explain(requested, device)] if device else _per_device(requested)
-    chosen = [record for record in records if record.chosen]
+    devices = [hal.device(device)] if device else hal.devices(all=True)
+    records = {target.id: hal.explain(requested, target) for target in devices}
     if as_json:
-        print_json(_json(requested, records, chosen))
+        print_json(_json(requested, records))
     else:
         _print(requested, records)
-    if not chosen:
+    if not any(record.chosen for record in records.values()):
         raise SystemExit(3)
 
 
@@ -110,17 +110,14 @@ def _requested(op: str, values: dict[str, Any]) -> OpSpec:
     return spec(op, **fields)
 
 
-def _per_device(requested: OpSpec) -> list[Explanation]:
-    return [hal.explain(requested, device) for device in hal.devices(all=True)]
-
-
-def _json(requested: OpSpec, records: list[Explanation], chosen: list[Explanation]) -> dict[str, Any]:
+def _json(requested: OpSpec, records: dict[str, Explanation]) -> dict[str, Any]:
+    first = next((record for record in records.values() if record.chosen), None)
     return {
         "requested": {"op": requested.op, **{name: _plain(value) for name, value in requested.fields.items()}},
-        "chosen": chosen[0].chosen if chosen else None,
-        "refusals": [asdict(refusal) for record in records for refusal in record.refusals],
-        "evidence": dict(chosen[0].evidence) if chosen else {},
-        "devices": {str(record.evidence["device"]): record.chosen for record in records},
+        "chosen": first.chosen if first else None,
+        "refusals": [asdict(refusal) for record in records.values() for refusal in record.refusals],
+        "evidence": dict(first.evidence) if first else {},
+        "devices": {device: record.chosen for device, record in records.items()},
     }
 
 
@@ -128,11 +125,12 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, frozenset) else value
 
 
-def _print(requested: OpSpec, records: list[Explanation]) -> None:
+def _print(requested: OpSpec, records: dict[str, Explanation]) -> None:
     asked = ", ".join(f"{name}={show(value)}" for name, value in sorted(requested.fields.items()))
     click.echo(f"{requested.op}: {asked or 'anything'}\n")
-    for record in records:
-        where = record.evidence["device"]
+    if not records:
+        click.echo("no device: no backend plugin is loaded (see hal plugins)")
+    for where, record in records.items():
         facts = record.evidence
         verdict = f"{where} -> {record.chosen or 'no kernel'}"
         if record.chosen:

@@ -136,16 +136,13 @@ _FREE = {"features", "m", "max_q", "max_kv", "batch", "table", "kv_slack", "dete
 
 def reachable(sample: Any, target: hal.Device) -> None:
     """Refuse a device that cannot work on the array where it lies: nothing is staged behind the caller's back."""
-    described = arrays.meta("q", sample)
+    described = arrays.meta("x", sample)
     if described.device == "host":
         fits = "host_visible" in target.features or target.tensor_device == "cpu"
     elif isinstance(sample, hal.Array):
         fits = sample.device == target.id
     else:
-        fits = (
-            str(described.device) == target.tensor_device
-            or f"{described.device}".removesuffix(":0") == target.tensor_device
-        )
+        fits = str(described.device).removesuffix(":0") == str(target.tensor_device).removesuffix(":0")
     if not fits:
         raise ContractError("device", f"a device that reaches memory of {described.device}", target.id)
 
