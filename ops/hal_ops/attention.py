@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from hal.errors import ContractError
+from hal.errors import ContractError, HalError
 from hal.types import DType, OpSpec
 from hal_ops import arrays, compiled, dispatch, validate
 from hal_ops.attention_contract import (
@@ -15,6 +15,7 @@ from hal_ops.attention_contract import (
     validate_call,
     validate_out,
     validate_sizes,
+    validate_step,
     validate_values,
 )
 from hal_ops.cache_shape import Layout
@@ -107,7 +108,7 @@ def attention(
     if plan is None:
         plan = _plan(q, k, q_indptr, kv_lens, kv_indptr, block_table)
     elif not isinstance(plan, AttentionPlan) or not (q_indptr is kv_lens is kv_indptr is block_table is None):
-        _refuse_plan(plan)
+        _check_plan(plan, q_indptr=q_indptr, kv_lens_array=kv_lens, kv_indptr=kv_indptr, block_table=block_table)
     (queries, q_rows), (keys, k_rows), (values, v_rows) = arrays.split(q), arrays.split(k), arrays.split(v)
     key = (
         q_rows, k_rows, v_rows, layout, plan.bucket, plan.paged, causal, window, softcap, scale,
@@ -133,10 +134,16 @@ def attention(
         out = arrays.empty(q, (total, *facts.out_shape), facts.out_dtype)
     lse = arrays.empty(q, (total, facts.out_shape[0]), DType.float32) if return_lse else None
     if route.wrap is None:
-        route.run(
-            q, k, v, plan, out=out, scale=facts.scale, causal=causal, window=window, softcap=softcap, lse=lse,
-            k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask, bias=bias,
-        )  # fmt: skip
+        while True:  # as Route.run, without the price of passing sixteen arguments on
+            record = route.bound.record
+            try:
+                route.bound.fn(
+                    q, k, v, plan, out=out, scale=facts.scale, causal=causal, window=window, softcap=softcap, lse=lse,
+                    k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask, bias=bias,
+                )  # fmt: skip
+                break
+            except HalError as error:
+                route.recover(record, error)
     else:
         _run_wrapped(route, q, k, v, plan, out, lse, facts.scale, causal, window, softcap,
                      k_scale, v_scale, sinks, alibi_slopes, mask, bias)  # fmt: skip
@@ -151,10 +158,13 @@ def _extras_key(alibi_slopes: Any, sinks: Any, mask: Any, bias: Any, k_scale: An
     return per_head, arrays.growing(mask), arrays.growing(bias), scale_key(k_scale), scale_key(v_scale), per_key
 
 
-def _refuse_plan(plan: Any) -> None:
+def _check_plan(plan: Any, **given: Any) -> None:
+    """Check that a plan is one, and that index arrays given beside it are those that it was made of."""
     if not isinstance(plan, AttentionPlan):
         raise ContractError("plan", "an AttentionPlan (see plan_attention)", type(plan).__name__)
-    raise ContractError("plan", "either a plan or index arrays", "both")
+    for name, x in given.items():
+        if x is not None and x is not getattr(plan, name):
+            raise ContractError("plan", f"a plan made of this {name.removesuffix('_array')}", "one made of another")
 
 
 def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_table: Any) -> AttentionPlan:
@@ -172,6 +182,8 @@ def _plan(q: Any, k: Any, q_indptr: Any, kv_lens: Any, kv_indptr: Any, block_tab
 
 def _route(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options, device: Any) -> dispatch.Route:
     wanted, facts = validate_call(q, k, v, plan, o)
+    if o.check != "none":
+        validate_step(q, k, v, plan, o, facts)
     extras = (o.out, o.alibi_slopes, o.sinks, o.mask, o.bias, scale_array(o.k_scale), scale_array(o.v_scale))
     return dispatch.route(wanted, q, device, facts, k, v, *extras)
 
@@ -196,8 +208,7 @@ def _checked(
     causal: Any = True, window: Any = (-1, -1), softcap: Any = 0.0, lse: Any = None, k_scale: Any = None,
     v_scale: Any = None, sinks: Any = None, alibi_slopes: Any = None, mask: Any = None, bias: Any = None,
 ) -> OpSpec:  # fmt: skip
-    if not isinstance(plan, AttentionPlan):
-        _refuse_plan(plan)
+    _check_plan(plan)
     fields = bound_for.fields
     options = Options(
         fields.get("layout", "NHD"), scale, causal, window, softcap, alibi_slopes, sinks, mask, bias, k_scale, v_scale,
@@ -205,15 +216,12 @@ def _checked(
         fields.get("determinism", "none"), fields.get("kv_slack", "any"), level,
     )  # fmt: skip
     wanted, facts = validate_call(q, k, v, plan, options)
-    validate_sizes(q.shape[0], k.shape[0], v.shape[0], plan, facts, mask, bias)
-    validate_out(out, plan, q=q, k=k, v=v, mask=mask, bias=bias)
+    validate_step(q, k, v, plan, options, facts)
     if lse is not None:
         described = validate.output("lse", lse, facts.out_shape[:1], DType.float32)
         validate.together(("q", arrays.meta("q", q)), ("lse", described))
         validate.same("lse", "tokens", plan.total_q, described.shape[0])
         validate.apart("lse", lse, q=q, k=k, v=v, out=out)
-    if level == "full":
-        validate_values(alibi_slopes, sinks, k_scale, v_scale)
     return wanted
 
 

@@ -222,6 +222,15 @@ def validate_sizes(
             raise ContractError(name, f"sum(Lq*Lk) = {cells} values per head", f"{x.shape[-1]}")
 
 
+def validate_step(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options, facts: Facts) -> None:
+    """Check everything that a signature does not fix; calls with a known signature take the parts one by one."""
+    validate_sizes(q.shape[0], k.shape[0], v.shape[0], plan, facts, o.mask, o.bias)
+    if o.out is not None:
+        validate_out(o.out, plan, q=q, k=k, v=v, mask=o.mask, bias=o.bias)
+    if o.check == "full":
+        validate_values(o.alibi_slopes, o.sinks, o.k_scale, o.v_scale)
+
+
 def validate_values(alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any) -> None:
     """Check numbers (``check="full"``): finite slopes and scales, sinks not NaN. It copies them to the host."""
     for name, x in (("alibi_slopes", alibi_slopes), ("k_scale", k_scale), ("v_scale", v_scale)):

@@ -45,7 +45,7 @@ def lower(layout: Any) -> Any:
 def paged(k: Meta, v: Meta, layout: Any, names: tuple[str, str] = ("k_cache", "v_cache")) -> CacheShape:
     """Check that two arrays are the caches of one layout and return their sizes."""
     name = layout_name(layout)
-    if name == "format":
+    if isinstance(layout, KVCacheFormat):
         return _described(k, v, layout, names)
     head_axis, page_axis = (2, 1) if name == "NHD" else (1, 2)
     for what, axis in (("pages", 0), ("page size", page_axis), ("heads", head_axis)):

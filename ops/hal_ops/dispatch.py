@@ -35,24 +35,24 @@ class Route:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel; let the next candidate serve where it refuses before any side effect."""
-        if health._pending:
-            health.raise_pending(self.device)
         while True:
             record = self.bound.record
             try:
                 return self.bound.fn(*args, **kwargs)
             except HalError as error:
-                if not self._may_retry(record, error):
-                    raise
+                self.recover(record, error)
 
-    def _may_retry(self, record: Explanation, error: HalError) -> bool:
-        """Remember the failure against the kernel that ran. True when the slot holds another one for the same call."""
+    def recover(self, record: Explanation, error: HalError) -> None:
+        """Remember a failure against the kernel of ``record``; raise it again unless the slot now holds another one."""
         with generation.lock:  # a change in progress finishes first
             if record.chosen is None:
-                return False
+                raise error
             if self.bound.record is not record:  # the slot changed during the call, so nobody knows whose failure it is
-                return isinstance(error, UnsupportedError)
-            return health.observe(record.evidence["device"], record.chosen, record.requested, error)
+                retry = isinstance(error, UnsupportedError)
+            else:
+                retry = health.observe(record.evidence["device"], record.chosen, record.requested, error)
+        if not retry:
+            raise error
 
 
 class Table:
@@ -63,10 +63,14 @@ class Table:
         generation.on_change(self._clear)
 
     def get(self, key: Hashable) -> Route | None:
+        """Return the route of a signature; an asynchronous error of its device is raised here, before the call."""
         try:
-            return self._routes.get(key)
+            found = self._routes.get(key)
         except TypeError:  # an argument that cannot be hashed: validation will say what is wrong with it
             return None
+        if found is not None and health._pending:
+            health.raise_pending(found.device)
+        return found
 
     def add(self, key: Hashable, route: Route) -> Route:
         with generation.lock:
@@ -95,6 +99,7 @@ def route(spec: OpSpec, sample: Any, device: Any, facts: Any = None, *others: An
     target = registry.resolve(placement.place(sample, device))
     if target.available:
         reachable(sample, target)
+    health.raise_pending(target.id)
     bound = binding.lookup(spec, target.id)
     memory = registry.find_memory(target.id)
     present = [x for x in (sample, *others) if x is not None]

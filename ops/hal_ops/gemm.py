@@ -146,6 +146,10 @@ def _left(a: Any, trans_a: bool) -> Any:
 def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
     wanted, facts = _contract(a, b, o)
     plain = None if isinstance(b, PackedWeight) else b
+    if o.out is not None:
+        _check_out(o.out, facts.shape, a=a, b=plain, c=o.c, bias=o.bias)
+    if o.check == "full":
+        _check_values(o.a_scale, o.b_scale)
     return dispatch.route(wanted, a, device, facts, plain, o.bias, o.c, o.a_scale, o.a_zero, o.b_scale, o.b_zero, o.out)
 
 

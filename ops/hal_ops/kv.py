@@ -76,6 +76,7 @@ def _write_route(
 ) -> dispatch.Route:
     wanted, capacity = _write_contract(k, v, k_cache, v_cache, slots, layout, k_scale, v_scale)
     facts = (capacity, arrays.meta("slots", slots).device == "host")
+    _check_write(k, v, k_cache, v_cache, slots, (), False, *facts)
     extras = (k, v, v_cache, slots, scale_array(k_scale), scale_array(v_scale))
     return dispatch.route(wanted, k_cache, device, facts, *extras)
 
@@ -113,7 +114,7 @@ def _check_write(
     k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, wait: Any, record: Any, capacity: int, on_host: bool
 ) -> None:
     """Check what changes from call to call: row counts, slots on the host, and where the arrays lie."""
-    if wait or record:
+    if wait != () or record is not False:
         validate.events(wait, record)
     _check_slots(slots, k.shape[0], v.shape[0], capacity, on_host)
     validate.apart("k_cache", k_cache, k=k, v=v)

@@ -59,6 +59,7 @@ def merge_attention_states(
 
 def _route(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, out: Any, lse_out: Any, device: Any) -> dispatch.Route:
     wanted = _contract(o_a, lse_a, o_b, lse_b, out, lse_out)
+    _check_sizes(o_a, lse_a, o_b, lse_b, out, lse_out)
     return dispatch.route(wanted, o_a, device, wanted.fields["dtype"], lse_a, o_b, lse_b, out, lse_out)
 
 

@@ -53,6 +53,7 @@ def rms_norm(x: Any, weight: Any, eps: float, *, residual: Any = None, out: Any 
 
 def _route(x: Any, weight: Any, eps: float, residual: Any, out: Any, device: Any) -> dispatch.Route:
     wanted = _contract(x, weight, eps, residual, out)
+    _check_sizes(x, weight, residual, out)
     return dispatch.route(wanted, x, device, wanted.fields["dtype"], weight, residual, out)
 
 

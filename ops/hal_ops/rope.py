@@ -52,6 +52,7 @@ def rope(q: Any, k: Any, positions: Any, cos: Any, sin: Any, *, interleaved: boo
 def _route(q: Any, k: Any, positions: Any, cos: Any, sin: Any, interleaved: bool, device: Any) -> dispatch.Route:
     wanted = _contract(q, k, positions, cos, sin, interleaved)
     on_host = arrays.meta("positions", positions).device == "host"
+    _check_sizes(q, k, positions, cos, sin, on_host=on_host)
     return dispatch.route(wanted, q, device, on_host, k, positions, cos, sin)
 
 
