@@ -197,7 +197,7 @@ def kv_gather(
     block_table = arrays.indices("block_table", block_table, "int32")
     kv_lens = arrays.indices("kv_lens", kv_lens, "int32")
     wanted = _gather_contract(k_cache, v_cache, block_table, kv_lens, layout)
-    route = dispatch.route(wanted, k_cache, device, None, v_cache)
+    route = dispatch.route(wanted, k_cache, device, None, v_cache, block_table, kv_lens)
     native = route.native(k_cache, v_cache, block_table, kv_lens)
     k, v, indptr = route.run(*native, layout=cache_shape.lower(layout))
     return arrays.like_caller(k, k_cache), arrays.like_caller(v, k_cache), arrays.like_caller(indptr, k_cache)

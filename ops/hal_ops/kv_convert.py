@@ -68,7 +68,7 @@ def kv_convert(
         src_scales=src_scales, dst_scales=dst_scales, compute_scales=compute_scales, lossy=lossy, wait=wait,
         record=record,
     )  # fmt: skip
-    route = dispatch.route(wanted, dst[0], device, None, *src, *dst[1:])
+    route = dispatch.route(wanted, dst[0], device, None, *src, *dst[1:], src_table, dst_table, kv_lens)
     event: Event | None = route.run(
         route.native(*src), src_format, route.native(*dst), dst_format,
         src_table=route.native(src_table)[0], dst_table=route.native(dst_table)[0], kv_lens=route.native(kv_lens)[0],
