@@ -82,9 +82,8 @@ def gemm(
         )  # fmt: skip
     packed = isinstance(b, PackedWeight)
     key = (
-        _left(a, trans_a), (b.kernel, b.shape, b.scheme) if packed else arrays.signature(b), trans_a, trans_b,
-        arrays.signature(bias), activation, alpha, beta, arrays.signature(c), arrays.signature(a_scale),
-        arrays.signature(a_zero), arrays.signature(b_scale), arrays.signature(b_zero), group_size, a_quant,
+        _left(a, trans_a), (b.kernel, b.shape, b.scheme.name) if packed else arrays.signature(b), trans_a, trans_b,
+        _extras_key(bias, c, a_scale, a_zero, b_scale, b_zero), activation, alpha, beta, group_size, a_quant,
         out if out is None else arrays.rows(out), out_dtype, determinism, check, device, dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
@@ -135,12 +134,17 @@ class _Options(NamedTuple):
 
 def _left(a: Any, trans_a: bool) -> Any:
     """Signature of ``a``; of a plain matrix the row count enters rounded up, since it changes at every step."""
-    try:
-        if len(a.shape) == 2 and not trans_a:
-            return arrays.rows(a), bucket(a.shape[0])
-    except (AttributeError, TypeError):
-        return type(a)
-    return arrays.signature(a)
+    count, rest = arrays.split(a)
+    if trans_a or len(getattr(a, "shape", ())) != 2:
+        return arrays.signature(a)
+    return rest, bucket(count)
+
+
+def _extras_key(bias: Any, c: Any, a_scale: Any, a_zero: Any, b_scale: Any, b_zero: Any) -> Any:
+    """Signature of the operands that most calls leave out."""
+    if bias is c is a_scale is a_zero is b_scale is b_zero is None:
+        return None
+    return tuple(map(arrays.signature, (bias, c, a_scale, a_zero, b_scale, b_zero)))
 
 
 def _route(a: Any, b: Any, o: _Options, device: Any) -> dispatch.Route:
