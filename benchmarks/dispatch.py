@@ -85,26 +85,30 @@ def bound() -> dict[str, Any]:
     manager = pluggy.PluginManager("bench")
     manager.add_hookspecs(Hooks)
     manager.register(Implementation())
-    b5 = hal.bind(OpSpec("five", (1, 0), {}), DEVICE)
-    b14 = hal.bind(hal_ops.spec("attention", head_dim=64), DEVICE)
     x, y = torch.zeros(4), torch.zeros(4)
-    shared = {"out": x, "scale": 1.0, "causal": True, "window": (-1, -1), "softcap": 0.0, "lse": None}
-    rest = {"k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None}
-    many = {**shared, **rest}
-    times = harness.interleave(
-        {
-            "plain_5": lambda: five(x, x, x, 1.0, y),
-            "bound_5": lambda: b5.fn(x, x, x, 1.0, y),
-            "plain_14": lambda: fourteen(x, x, x, None, **many),
-            "bound_14": lambda: b14.fn(x, x, x, None, **many),
-            "custom_op_5": lambda: custom_five(x, x, x, 1.0, y),
-            "pluggy_5": lambda: manager.hook.five(a=x, b=x, c=x, d=1.0, e=y),
-            "empty": lambda: None,
-        },
-        number=2000,
+    names = {
+        "five": five,
+        "b5": hal.bind(OpSpec("five", (1, 0), {}), DEVICE),
+        "fourteen": fourteen,
+        "b14": hal.bind(hal_ops.spec("attention", head_dim=64), DEVICE),
+        "custom_five": custom_five,
+        "hook": manager.hook,
+        "x": x,
+        "y": y,
+    }
+    many = (
+        "x, x, x, None, out=x, scale=1.0, causal=True, window=(-1, -1), softcap=0.0, lse=None, k_scale=None, "
+        "v_scale=None, sinks=None, alibi_slopes=None"
     )
-    # Each sample also pays for the lambda around it, which is no part of the call.
-    net = {name: seconds - times["empty"] for name, seconds in times.items() if name != "empty"}
+    calls = {
+        "plain_5": "five(x, x, x, 1.0, y)",
+        "bound_5": "b5.fn(x, x, x, 1.0, y)",
+        "plain_14": f"fourteen({many})",
+        "bound_14": f"b14.fn({many})",
+        "custom_op_5": "custom_five(x, x, x, 1.0, y)",
+        "pluggy_5": "hook.five(a=x, b=x, c=x, d=1.0, e=y)",
+    }
+    net = harness.interleave(calls, number=2000, names=names)
     overhead = {n: net[f"bound_{n}"] - net[f"plain_{n}"] for n in (5, 14)}
     custom = net["custom_op_5"] - net["plain_5"]
     return {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,21 @@ from typing import Any
 PACKAGES = ("torch", "numpy", "onnxruntime", "transformers", "pluggy", "hal-runtime")
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], *, number: int, rounds: int = 31) -> dict[str, float]:
-    """Return the median seconds per call of each peer, taken in turns so that a busy machine hits all alike."""
-    for call in calls.values():
-        for _ in range(number):
-            call()
+def interleave(
+    calls: Mapping[str, Callable[[], Any] | str], *, number: int, rounds: int = 31, names: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Return the median processor seconds per call of each peer.
+
+    The peers take turns, so that a busy machine hits all alike. A statement as text (with its ``names``) is timed
+    without the function call around it.
+    """
+    timers = {name: timeit.Timer(call, timer=time.thread_time, globals=names) for name, call in calls.items()}
+    for timer in timers.values():
+        timer.timeit(number)
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for name, call in calls.items():
-                start = time.thread_time()
-                for _ in range(number):
-                    call()
-                samples[name].append((time.thread_time() - start) / number)
-    finally:
-        gc.enable()
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            samples[name].append(timer.timeit(number) / number)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
