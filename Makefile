@@ -47,7 +47,7 @@ docs: $(TEST_STAMP) ## write the generated pages of docs/ again
 	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist benchmarks/results
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip is what `python -m venv` makes last: a venv without it is half made.
