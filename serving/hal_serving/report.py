@@ -55,22 +55,30 @@ def show_placement(session: Session) -> None:
     kernels = Table(title="kernels", title_justify="left")
     for column in ("operator", "role", "device", "kernel", "why"):
         kernels.add_column(column, overflow="fold")
-    rows = {(op, role, device, found.chosen or "none", why(found)) for role, op, device, found in session.explanations}
-    for row in sorted(rows, key=lambda row: (row[0], row[1] != "prefill", *row[2:])):
+    for row in sorted(_rows(session), key=lambda row: (row[0], row[1] != "prefill", *row[2:])):
         kernels.add_row(*row)
     console.print(kernels)
     console.print("`hal explain OPERATOR …` tells every refusal.", style="dim")
 
 
+def _rows(session: Session) -> set[tuple[str, ...]]:
+    """(operator, role, device, kernel, why); a device that was asked first and has no kernel stands in the last."""
+    without = {(op, role): device for role, op, device, found in session.explanations if found.chosen is None}
+    rows: set[tuple[str, ...]] = set()
+    for role, op, device, found in session.explanations:
+        if found.chosen is not None:
+            passed = f"; {without[op, role]} has none" if (op, role) in without else ""
+            rows.add((op, role, device, found.chosen, why(found) + passed))
+    return rows
+
+
 def why(explanation: Explanation) -> str:
-    """One phrase on why the chosen kernel was chosen, or why none was.
+    """One phrase on why the chosen kernel was chosen.
 
     >>> from hal.types import OpSpec
     >>> why(Explanation(OpSpec("gemm", (1, 0), {}), "a.gemm", (), {}, 0))
     'the only candidate'
     """
-    if explanation.chosen is None:
-        return "; ".join(dict.fromkeys(map(str, explanation.refusals)))
     outranked = {refusal.kernel for refusal in explanation.refusals if refusal.field == "rank"}
     refused = {refusal.kernel for refusal in explanation.refusals} - outranked
     if not outranked and not refused:
