@@ -297,6 +297,7 @@ def _wrapped(request: _Request, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refresh() -> None:
     """Give every slot the kernel that wins now. Runs between calls: a call holds the callable it loaded."""
+    _forget_gone()
     for bound, request in list(_bounds.items()):
         try:
             choice = _choose(request.spec, request.device)
@@ -308,6 +309,17 @@ def _refresh() -> None:
         # The record comes last: who has read it before calling fn can tell afterwards whether fn was its own.
         bound.fn, bound.kernel = _wrapped(request, choice.fn), choice.kernel.claim.kernel
         bound.record = choice.record
+
+
+def _forget_gone() -> None:
+    """Drop the shared slots and built kernels of devices that left; slots that engines hold stay and may recover."""
+    global _lookup
+    if not _lookup and not _built:  # the plugins may not even have been asked for devices yet
+        return
+    known = {device.id for device in registry.devices(all=True)}
+    _lookup = {key: bound for key, bound in _lookup.items() if key[1] in known}
+    for key in [key for key in _built if key[0] not in known]:
+        del _built[key]
 
 
 def _raiser(error: HalError) -> Callable[..., Any]:

@@ -165,6 +165,7 @@ def test_bind_refuses_bad_arguments() -> None:
 
 def test_bindings_do_not_keep_slots_alive() -> None:
     with installed(Fake()) as fake:
+        gc.collect()  # what other tests left
         before = len(binding._bounds)
         bound = hal.bind(SILU, fake.devices[0])
         assert len(binding._bounds) == before + 1
@@ -191,6 +192,14 @@ def test_check_validates_bound_calls(level: Any) -> None:
         assert caught.value.argument == "dim" and np.array_equal(out, before)
         with hal.policy(deny=["nobody"]), pytest.raises(ContractError):
             bound.fn(X, out=out[0])  # checked after a change, too
+
+
+def test_nothing_is_kept_for_a_device_that_left() -> None:
+    with installed(Fake()):
+        hal_ops.silu_mul(X, device="fake:0")
+        assert any(device == "fake:0" for _, device in binding._lookup)
+    assert not any(device == "fake:0" for _, device in binding._lookup)
+    assert not any(device == "fake:0" for device, _, _ in binding._built)
 
 
 def test_fallback_to_the_cpu_only_where_allowed(
