@@ -307,3 +307,11 @@ def test_gathered_arrays_are_of_the_caller_kind() -> None:
         k, _, indptr = hal_ops.kv_gather(cache, cache, index(3, 0)[None], index(3))
         assert type(k) is wanted and np.array_equal(value(k).ravel(), value(cache).reshape(8, 3)[[6, 7, 0]].ravel())
         assert isinstance(indptr, torch.Tensor if kind == "torch" else np.ndarray)
+
+
+def test_a_parameter_after_a_plain_tensor_of_the_same_shape() -> None:
+    a, weight = torch.randn(2, 8), torch.randn(4, 8)
+    plain = hal_ops.gemm(a, weight, trans_b=True)
+    trained = hal_ops.gemm(a, torch.nn.Parameter(weight), trans_b=True)
+    assert not trained.requires_grad
+    assert torch.equal(plain, trained)

@@ -68,7 +68,7 @@ def signature(x: Any) -> Any:
     if x is None:
         return None
     try:  # torch first: engines call with tensors, and every nanosecond here is paid per call
-        return x.dtype, x.shape, x.stride(), x.device
+        return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
     except (AttributeError, TypeError, RuntimeError):
         return _plain_signature(x, x.shape) if _is_plain(x) else type(x)  # no array: validation will say so
 
@@ -85,7 +85,8 @@ def split(x: Any) -> tuple[int, Any]:
     """Return the size of the first dimension and the signature of the rest."""
     try:  # dense strides follow from the sizes, and asking whether they are dense is cheaper than reading them
         count, *rest = x.shape
-        return count, (x.dtype, count > 1 if rest else count, *rest, x.is_contiguous() or x.stride(), x.device)
+        strides = x.is_contiguous() or x.stride()
+        return count, (x.dtype, count > 1 if rest else count, *rest, strides, x.device, x.requires_grad)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         if not (_is_plain(x) and x.shape):
             return 0, signature(x)
