@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from hal.errors import ContractError
@@ -42,7 +42,7 @@ _ALIASES = {
 }
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """Element type of an array.
 
     ``DType.parse`` accepts torch, numpy and ml_dtypes objects as well as names:
@@ -68,13 +68,6 @@ class DType(str, Enum):
     int32 = "int32"
     int64 = "int64"
     bool = "bool"
-
-    # Without these, Enum would print and format as "DType.float32".
-    def __str__(self) -> str:
-        return self.value
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
 
     @property
     def bits(self) -> int:

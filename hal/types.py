@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -67,7 +67,7 @@ class Device:
     evidence: EvidenceClass = "none"
 
 
-class RefusalCode(str, Enum):
+class RefusalCode(StrEnum):
     """Why a candidate was not chosen."""
 
     device = "device"
@@ -82,12 +82,6 @@ class RefusalCode(str, Enum):
     evidence = "evidence"
     quarantined = "quarantined"
     contract = "contract"
-
-    def __str__(self) -> str:
-        return self.value
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
 
 
 @dataclass(frozen=True)
