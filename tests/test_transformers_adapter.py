@@ -70,7 +70,7 @@ def placed(name: str, prefill: str = CPU, decode: str = CPU) -> tuple[Any, Any]:
     if missing := {prefill, decode} - known:
         pytest.skip(f"no such device here: {sorted(missing)}")
     try:
-        return model, use_hal(model, prefill=prefill, decode=decode)
+        return model, use_hal(model, prefill=prefill, decode=decode).hal_handle
     except hal.UnsupportedError as error:
         if {prefill, decode} == {CPU}:
             raise  # cpu:0 takes every model
@@ -270,7 +270,7 @@ def test_two_threads_do_not_disturb_each_other() -> None:
 
 def test_use_hal_twice_places_anew() -> None:
     model, first = placed("llama")
-    second = use_hal(model, prefill=CPU, decode=CPU)
+    second = use_hal(model, prefill=CPU, decode=CPU).hal_handle
     assert torch.equal(generated(model, input_ids=prompt(5)), generated(stock("llama"), input_ids=prompt(5)))
     assert second.kernels["decode"] and not first.kernels["decode"]
 

@@ -67,7 +67,7 @@ class Session:
         self.model = model
         self.stock = stock
         self._reference: PreTrainedModel | None = None
-        self._handle = use_hal(model, prefill=prefill, decode=decode)
+        self._handle = use_hal(model, prefill=prefill, decode=decode).hal_handle
 
     @property
     def context(self) -> int:

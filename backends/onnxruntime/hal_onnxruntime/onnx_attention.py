@@ -40,8 +40,11 @@ def attention(
     for b in range(plan.batch):
         rows = slice(*(int(x) for x in plan.q_indptr_host[b : b + 2]))
         lq, lk = rows.stop - rows.start, int(plan.kv_lens[b])
+        if lk == 0:  # no page either: the cache and the table may be empty
+            out[rows] = 0
+            continue
         if plan.paged:
-            page = plan.block_table_host[b, 0] if lk else 0  # an unused entry may hold anything
+            page = plan.block_table_host[b, 0]
             keys, values = (x[page, :, :lk].swapaxes(0, 1) for x in (k, v))
         else:
             keys, values = (x[plan.kv_indptr_host[b] : plan.kv_indptr_host[b + 1]] for x in (k, v))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +20,12 @@ from hal_serving.transformers.format import AttentionNeeds, choose_format
 from hal_serving.transformers.linear import HalLinear
 from hal_serving.transformers.role import Placement, Role
 
+Model = TypeVar("Model", bound=PreTrainedModel)
 _CACHE_NAMES = ("cache", "past_key_values")  # transformers renamed the argument
 
 
 class Handle:
-    """What ``use_hal`` returns: caches for the model, and the record of what ran where."""
+    """``model.hal_handle`` after ``use_hal``: caches for the model, and the record of what ran where."""
 
     def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
         self.placement = placement
@@ -104,7 +105,7 @@ class Handle:
         self._undo.append(lambda: delattr(model, "_prepare_cache_for_generation"))
 
 
-def use_hal(model: PreTrainedModel, *, prefill: str = "cpu:0", decode: str = "cpu:0") -> Handle:
+def use_hal(model: Model, *, prefill: str = "cpu:0", decode: str = "cpu:0") -> Model:
     """Run ``model`` through HAL, in place: inference only.
 
     Every ``nn.Linear`` becomes a ``HalLinear``, attention goes through the ``"hal"`` attention interface and KV
@@ -114,6 +115,9 @@ def use_hal(model: PreTrainedModel, *, prefill: str = "cpu:0", decode: str = "cp
     Args:
         model: a decoder-only transformers model (Llama, Qwen, Mistral, Gemma 2 and their like).
         prefill, decode: HAL device ids.
+
+    Returns:
+        The model itself. ``model.hal_handle`` makes caches and tells what ran where (see ``Handle``).
 
     Raises:
         ContractError: an unknown device.
@@ -138,7 +142,7 @@ def use_hal(model: PreTrainedModel, *, prefill: str = "cpu:0", decode: str = "cp
     if previous is not None:
         previous.uninstall(model)
     handle.install(model)
-    return handle
+    return model
 
 
 def _check_model(model: PreTrainedModel) -> None:
