@@ -315,3 +315,13 @@ def test_a_parameter_after_a_plain_tensor_of_the_same_shape() -> None:
     trained = hal_ops.gemm(a, torch.nn.Parameter(weight), trans_b=True)
     assert not trained.requires_grad
     assert torch.equal(plain, trained)
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "onnxruntime:cpu"])
+@pytest.mark.parametrize("options", [{}, {"causal": False, "window": (0, -1)}])
+def test_a_cache_without_pages_serves_requests_without_keys(device: str, options: dict[str, Any]) -> None:
+    cache = np.zeros((0, 2, 2, 8), np.float32)  # numpy gives it strides of 0
+    indices = {"q_indptr": np.int32([0, 2]), "kv_lens": np.int32([0]), "block_table": np.zeros((1, 1), np.int32)}
+    q = np.ones((2, 4, 8), np.float32)
+    out = hal_ops.attention(q, cache, cache, layout="HND", device=device, **indices, **options)
+    assert not out.any()
