@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -326,3 +327,26 @@ def test_dropout_is_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(hal.ContractError, match="dropout"):
         attention(torch.nn.Identity(), q, q, q, None, dropout=0.1)
+
+
+# ---------------------------------------------------------------- saving and copying
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_placed_model_saves_whole(name: str, tmp_path: Path) -> None:
+    model, _ = placed(name)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(generated(again, input_ids=prompt(5)), generated(stock(name), input_ids=prompt(5)))
+
+
+def test_quantised_blocks_are_not_saved_as_if_they_were_dense() -> None:
+    linear = HalLinear(torch.zeros(2 * 18, dtype=torch.uint8), scheme="gguf_q4_0", shape=(2, 32))
+    with pytest.raises(hal.UnsupportedError, match="gguf_q4_0"):
+        linear.state_dict()
+
+
+def test_a_placed_model_can_be_copied() -> None:
+    model, _ = placed("llama")
+    twin = copy.deepcopy(model)
+    assert torch.equal(generated(twin, input_ids=prompt(5)), generated(model, input_ids=prompt(5)))

@@ -11,6 +11,7 @@ from torch import nn
 
 import hal
 import hal_ops
+from hal.errors import UnsupportedError
 from hal_ops.spec import bucket
 from hal_serving.transformers import role as roles
 
@@ -21,10 +22,13 @@ _GGUF = {
 }
 
 
+_packing = threading.Lock()  # one for all layers: packing is rare, and a lock of its own could not be copied
+
+
 class HalLinear(nn.Module):
     """``x @ W.T + bias`` as ``hal_ops.gemm`` on the device of the role that runs.
 
-    The weight is no parameter and not in the state dict. It is packed once per device, when that device first needs it.
+    The weight is no parameter. It is packed once per device, when that device first needs it.
 
     Args:
         weight: dense ``[n, k]``, or uint8 GGUF blocks of any shape (a view of the mapped file will do).
@@ -48,7 +52,6 @@ class HalLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         self._packed: dict[str | None, hal_ops.PackedWeight] = {}
         self._noted: set[Any] = set()  # (role, rows, dtype)
-        self._lock = threading.Lock()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to ``[..., k]``; returns ``[..., n]`` of ``x``'s dtype."""
@@ -73,11 +76,29 @@ class HalLinear(nn.Module):
                 del self._packed[device]
 
     def _pack(self, device: str | None) -> hal_ops.PackedWeight:
-        with self._lock:
+        with _packing:
             if device not in self._packed:
                 shape = (self.out_features, self.in_features)
                 self._packed[device] = hal_ops.prepack(self.source, scheme=self.scheme, shape=shape, device=device)
             return self._packed[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: packed weights belong to a device's kernel and are made again."""
+        return {**self.__dict__, "_packed": {}}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Put the weight where ``nn.Linear`` would, so that ``save_pretrained`` writes a whole model.
+
+        Raises:
+            UnsupportedError: the weight is made of blocks, which a checkpoint of dense tensors cannot hold.
+        """
+        if self.scheme != "dense":
+            raise UnsupportedError(
+                f"{prefix}weight is stored as {self.scheme}; keep the file that it came from instead"
+            )
+        destination[f"{prefix}weight"] = self.source
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias
 
     def prepack_spec(self) -> Any:
         """The specification of packing this weight."""
