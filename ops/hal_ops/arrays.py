@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -196,6 +197,16 @@ def index_host(name: str, x: Any, *, rank: int, dtype: str = "int32") -> np.ndar
     if is_torch(x) and described.device == "host":
         return x.detach().numpy()  # type: ignore[no-any-return]
     return hal.to_host(x)  # type: ignore[no-any-return]
+
+
+def row_bytes(*arrays: Any) -> tuple[int, ...] | None:
+    """Return the bytes from row to row of dense tensors; None when one is None, no tensor, or not dense."""
+    sizes = []
+    for x in arrays:
+        if not is_torch(x) or not x.is_contiguous():
+            return None
+        sizes.append(x.element_size() * math.prod(x.shape[1:]))
+    return tuple(sizes)
 
 
 def span(x: Any) -> tuple[int, int]:

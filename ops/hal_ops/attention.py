@@ -110,10 +110,11 @@ def attention(
     elif not isinstance(plan, AttentionPlan) or not (q_indptr is kv_lens is kv_indptr is block_table is None):
         _check_plan(plan, q_indptr=q_indptr, kv_lens_array=kv_lens, kv_indptr=kv_indptr, block_table=block_table)
     (queries, q_rows), (keys, k_rows), (values, v_rows) = arrays.split(q), arrays.split(k), arrays.split(v)
+    rows, out_rows = (0, None) if out is None else arrays.split(out)
     key = (
-        q_rows, k_rows, v_rows, layout, plan.bucket, plan.paged, causal, window, softcap, scale,
-        _extras_key(alibi_slopes, sinks, mask, bias, k_scale, v_scale, keys), out if out is None else arrays.rows(out),
-        out_dtype, return_lse, determinism, kv_slack, check, device, dispatch.default_device(),
+        q_rows, k_rows, v_rows, out_rows, layout, plan.bucket, plan.paged, causal, window, softcap, scale,
+        _extras_key(alibi_slopes, sinks, mask, bias, k_scale, v_scale, keys), out_dtype, return_lse, determinism,
+        kv_slack, check, device, dispatch.default_device(),
     )  # fmt: skip
     route = _table.get(key)
     if route is None:
@@ -125,7 +126,8 @@ def attention(
     facts: Facts = route.facts
     if check != "none":
         validate_sizes(queries, keys, values, plan, facts, mask, bias)
-        if out is not None:
+        apart = validate.clearly_apart(facts.row_bytes, (out, rows), (q, queries), (k, keys), (v, values))
+        if out is not None and not (apart and rows == plan.total_q and mask is None is bias):
             validate_out(out, plan, q=q, k=k, v=v, mask=mask, bias=bias)
         if check == "full":
             validate_values(alibi_slopes, sinks, k_scale, v_scale)

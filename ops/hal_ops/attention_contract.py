@@ -22,6 +22,7 @@ class Facts(NamedTuple):
     out_dtype: DType
     pages: int  # page tokens; 0 when ragged
     scale: float
+    row_bytes: tuple[int, ...] | None  # of out, q, k and v where all are dense tensors
 
 
 class Options(NamedTuple):
@@ -68,7 +69,7 @@ def validate_call(q: Any, k: Any, v: Any, plan: AttentionPlan, o: Options) -> tu
         validate.together(("q", meta_q), ("out", described))
     wanted = _spec(meta_q, meta_k, cache, plan, o, out_dtype)
     scale = cache.head_dim**-0.5 if o.scale is None else float(o.scale)
-    facts = Facts((meta_q.shape[1], cache.v_head_dim), out_dtype, cache.page, scale)
+    facts = Facts((meta_q.shape[1], cache.v_head_dim), out_dtype, cache.page, scale, arrays.row_bytes(o.out, q, k, v))
     return wanted, facts
 
 

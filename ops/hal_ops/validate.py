@@ -140,6 +140,25 @@ def apart(name: str, target: Any, /, **others: Any) -> None:
                 raise ContractError(name, f"memory apart from {other}", f"memory shared with {other}")
 
 
+def clearly_apart(sizes: tuple[int, ...] | None, *rows: tuple[Any, int]) -> bool:
+    """Whether the first of several dense tensors surely shares no memory with the others: a cheap ``apart``.
+
+    Args:
+        sizes: what ``arrays.row_bytes`` said of the tensors.
+        rows: each tensor with the size of its first dimension.
+    """
+    if sizes is None:
+        return False
+    target, count = rows[0]
+    low = target.data_ptr()
+    high = low + count * sizes[0]
+    for (x, count), size in zip(rows[1:], sizes[1:], strict=True):
+        start = x.data_ptr()
+        if start < high and low < start + count * size:
+            return False
+    return True
+
+
 def all_apart(written: Mapping[str, Any], read: Mapping[str, Any] | None = None) -> None:
     """Check many arrays at once: those written share memory with no other. Cheap where they lie apart.
 
