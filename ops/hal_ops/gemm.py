@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from hal.errors import ContractError
+from hal.errors import ContractError, HalError
 from hal.types import DType, OpSpec
 from hal_ops import arrays, cache_shape, compiled, dispatch, validate
 from hal_ops.arrays import Meta
@@ -106,11 +106,17 @@ def gemm(
             a, bias, c, a_scale, a_zero, b_scale, b_zero, out
         )
         b = b if packed else route.native(b)[0]
-    route.run(
-        a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, activation=activation, alpha=alpha, beta=beta, c=c,
-        a_scale=a_scale, a_zero=a_zero, b_scale=b_scale, b_zero=b_zero, group_size=group_size, a_quant=a_quant, out=out,
-    )  # fmt: skip
-    return result
+    while True:  # as Route.run, without the price of passing fourteen arguments on
+        record = route.bound.record
+        try:
+            route.bound.fn(
+                a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, activation=activation, alpha=alpha, beta=beta, c=c,
+                a_scale=a_scale, a_zero=a_zero, b_scale=b_scale, b_zero=b_zero, group_size=group_size, a_quant=a_quant,
+                out=out,
+            )  # fmt: skip
+            return result
+        except HalError as error:
+            route.recover(record, error)
 
 
 class _Options(NamedTuple):
