@@ -367,3 +367,19 @@ def test_an_inconsistent_vocabulary_is_named(tiny: Path) -> None:
     file.metadata["tokenizer.ggml.eos_token_id"] = 10**6
     with pytest.raises(ModelError, match="the eos token 1000000 is outside the vocabulary"):
         load_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.head_count", 0),
+        ("attention.head_count_kv", 0),
+        ("rope.freq_base", float("nan")),
+        ("block_count", -1),
+    ],
+)
+def test_sizes_that_no_model_has_are_named(tiny: Path, key: str, value: float) -> None:
+    file = GGUFFile.open(tiny)
+    file.metadata[f"llama.{key}"] = value
+    with pytest.raises(ModelError, match=f"llama.{key}"):
+        config_of(file)

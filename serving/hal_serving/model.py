@@ -7,9 +7,11 @@ transformers' own float32 model of the same file, to compare with.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,8 +70,12 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     metadata = file.metadata
     if (scaling := metadata.get(f"{arch}.rope.scaling.type", "none")) != "none":
         raise ModelError(f"{file.path}: rope scaling {scaling!r} is not supported")
-    values = {name: file.require(f"{arch}.{key}") for key, name in _CONFIG.items()}
+    values = {name: _positive(file, f"{arch}.{key}", file.require(f"{arch}.{key}")) for key, name in _CONFIG.items()}
     heads = values["num_attention_heads"]
+    kv_heads, rope_theta = (
+        _positive(file, f"{arch}.{key}", metadata.get(f"{arch}.{key}", default))
+        for key, default in (("attention.head_count_kv", heads), ("rope.freq_base", 10000.0))
+    )
     head_dim = metadata.get(f"{arch}.attention.key_length", values["hidden_size"] // heads)
     if metadata.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path}: rotary embedding of a part of the head is not supported")
@@ -78,12 +84,19 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
         arch,
         **values,
         head_dim=head_dim,
-        num_key_value_heads=metadata.get(f"{arch}.attention.head_count_kv", heads),
-        rope_parameters={"rope_type": "default", "rope_theta": metadata.get(f"{arch}.rope.freq_base", 10000.0)},
+        num_key_value_heads=kv_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         tie_word_embeddings="output.weight" not in file.tensors,
         **{f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKEN_IDS.items()},
     )
+
+
+def _positive(file: GGUFFile, key: str, value: Any) -> Any:
+    """Check a size or a factor: a file with 0 heads or a frequency of NaN is corrupt."""
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ModelError(f"{file.path}: {key} is {value!r}, not a positive number")
+    return value
 
 
 def hal_model(file: GGUFFile, dtype: torch.dtype, progress: Progress = lambda done, total: None) -> PreTrainedModel:
