@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_backend import SILU, Fake, codes, installed, kernel
 from test_plugins import write_plugin
 
@@ -146,3 +147,13 @@ def test_a_command_that_does_not_load_breaks_itself_only(tmp_path: Path) -> None
     assert "boom" in run("--help", **path).stdout
     result = run("boom", "--flag", **path)
     assert result.returncode == 1 and "module_of_nobody" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hal.cli", "plugins", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "No space left" in done.stderr

@@ -65,6 +65,8 @@ cli.add_command(plugins)
 
 def main() -> None:
     """Run the command line; errors of HAL become one clear message and an exit code."""
+    if sys.stdout is None:  # closed by the caller, who wants the exit code alone
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         sys.exit(cli.main(prog_name="hal", standalone_mode=False) or 0)
     except click.exceptions.Abort:  # Ctrl-C
@@ -80,6 +82,11 @@ def main() -> None:
         sys.exit(exit_code(error))
     except BrokenPipeError:  # the reader of our output, such as head, went away
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:  # a full disk under stdout, say
+        if os.environ.get("HAL_TRACE"):
+            raise
+        click.echo(f"hal: {error}", err=True)
         sys.exit(1)
 
 
