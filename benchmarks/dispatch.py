@@ -108,7 +108,7 @@ def bound() -> dict[str, Any]:
         "custom_op_5": "custom_five(x, x, x, 1.0, y)",
         "pluggy_5": "hook.five(a=x, b=x, c=x, d=1.0, e=y)",
     }
-    net = harness.interleave(calls, number=2000, names=names)
+    net = {name: times.median for name, times in harness.interleave(calls, number=2000, names=names).items()}
     overhead = {n: net[f"bound_{n}"] - net[f"plain_{n}"] for n in (5, 14)}
     custom = net["custom_op_5"] - net["plain_5"]
     return {
@@ -144,7 +144,10 @@ def function_forms() -> dict[str, Any]:
             return hal_ops.gemm(a, b, out=out, device=DEVICE)
 
         rows[f"gemm m {m}"] = _over(product, lambda a=a, b=b: five(a, b, None, None, None))
-    worst = {f"worst_{key}": max(row[key] for row in rows.values()) for key in ("overhead_s", "of_custom_op")}
+    worst = {
+        f"worst_{key}": max(row[key] for row in rows.values())
+        for key in ("overhead_s", "best_overhead_s", "of_custom_op")
+    }
     return {"rows": rows, **worst}
 
 
@@ -160,8 +163,13 @@ def _over(form: Callable[[], Any], kernel: Callable[[], Any]) -> dict[str, float
     x, y = torch.zeros(4), torch.zeros(4)
     calls = {"form": form, "kernel": kernel, "custom_op": lambda: custom_five(x, x, x, 1.0, y)}
     times = harness.interleave(calls, number=500)
-    overhead = times["form"] - times["kernel"]
-    return {"seconds": times["form"], "overhead_s": overhead, "of_custom_op": overhead / times["custom_op"]}
+    overhead = times["form"].median - times["kernel"].median
+    return {
+        "seconds": times["form"].median,
+        "overhead_s": overhead,
+        "best_overhead_s": times["form"].best - times["kernel"].best,
+        "of_custom_op": overhead / times["custom_op"].median,
+    }
 
 
 def measure() -> dict[str, Any]:
@@ -175,6 +183,7 @@ def measure() -> dict[str, Any]:
         "bound_at_most_1.5x_plain_14": first["bound_over_plain_14"] <= 1.5,
         "custom_op_at_least_10x_bound": first["custom_op_overhead_over_bound"] >= 10,
         "function_form_at_most_10us": second["worst_overhead_s"] <= 10e-6,
+        "function_form_at_most_10us_in_the_best_round": second["worst_best_overhead_s"] <= 10e-6,
     }
     return {"bound": first, "function_form": second, "goals": goals}
 

@@ -325,3 +325,33 @@ def test_a_cache_without_pages_serves_requests_without_keys(device: str, options
     q = np.ones((2, 4, 8), np.float32)
     out = hal_ops.attention(q, cache, cache, layout="HND", device=device, **indices, **options)
     assert not out.any()
+
+
+def test_queries_of_any_strides_decode() -> None:
+    q, k = torch.randn(4, 2, 8).transpose(0, 1), torch.randn(2, 4, 8)
+    indptr = torch.arange(3, dtype=torch.int32)
+    out = hal_ops.attention(q, k, k, q_indptr=indptr, kv_indptr=indptr)
+    torch.testing.assert_close(out, k)  # one key each: its value comes back
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        {"kv_lens": [9], "block_table": [[0]]},
+        {"kv_lens": [3], "block_table": [[-1]]},
+        {"kv_lens": [3], "block_table": [[4]]},
+    ],
+)
+def test_lengths_and_tables_are_checked_whatever_check_says(indices: dict[str, Any]) -> None:
+    cache = torch.zeros(4, 4, 2, 8)
+    with pytest.raises(hal.ContractError):
+        hal_ops.attention(torch.zeros(1, 4, 8), cache, cache, q_indptr=[0, 1], check="none", **indices)
+
+
+def test_empty_numpy_arrays_are_legal() -> None:
+    nothing = np.zeros((0, 8), np.float32)
+    assert hal_ops.rms_norm(nothing, np.ones(8, np.float32), 1e-6).shape == (0, 8)
+    assert hal_ops.silu_mul(nothing).shape == (0, 4)
+    k = np.zeros((7, 2, 8), np.float32)
+    q = np.zeros((0, 4, 8), np.float32)
+    assert hal_ops.attention(q, k, k, q_indptr=[0, 0], kv_indptr=[0, 7]).shape == (0, 4, 8)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +207,17 @@ def test_text_comes_in_whole_characters() -> None:
 
 
 def test_ctrl_c_prints_what_there_is_and_exits_130() -> None:
-    line = [sys.executable, "-m", "hal.cli", "run", "--max-tokens", "4000", "--no-check"]
+    prompt = "Once upon a time, in a village by the sea,"  # the model has much to say about it
+    line = [sys.executable, "-m", "hal.cli", "run", prompt, "--max-tokens", "4000", "--no-check"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         seen = b""
-        while b"The capital of France is" not in seen:
+        while not seen.partition(prompt.encode())[2].strip():  # until the first token beyond the prompt
             piece = os.read(process.stdout.fileno(), 65536)
             assert piece, process.stderr.read().decode()
             seen += piece
-        time.sleep(1)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors.decode()
-    assert "Paris" in (seen + rest).decode() and "stopped: interrupted" in rest.decode()
+    assert "stopped: interrupted" in rest.decode()
     assert b"Traceback" not in errors

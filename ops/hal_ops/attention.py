@@ -124,8 +124,8 @@ def attention(
         )  # fmt: skip
         route = _table.add(key, _route(q, k, v, plan, options, device))
     facts: Facts = route.facts
+    validate_sizes(queries, keys, values, plan, facts, mask, bias)  # whatever check says: no kernel reads beyond
     if check != "none":
-        validate_sizes(queries, keys, values, plan, facts, mask, bias)
         apart = validate.clearly_apart(facts.row_bytes, (out, rows), (q, queries), (k, keys), (v, values))
         if out is not None and not (apart and rows == plan.total_q and mask is None is bias):
             validate_out(out, plan, q=q, k=k, v=v, mask=mask, bias=bias)

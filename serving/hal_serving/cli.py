@@ -175,6 +175,8 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
 def _read(prompt_file: str) -> str:
     """The text of a prompt file. One newline at its end belongs to the file, not to the prompt."""
     try:
+        if prompt_file == "-" and sys.stdin is None:
+            raise ModelError("cannot read the prompt: standard input is closed")
         raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
         return raw.decode().removesuffix("\n").removesuffix("\r")
     except OSError as error:

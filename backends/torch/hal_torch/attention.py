@@ -141,7 +141,7 @@ class Call:
         heads, n, free = self.heads, batch.size, batch.shortest
         keys, values = batch.k(k), batch.v(v)
         rows = batch.read(q).float() * self.scale
-        scores = torch.bmm(rows.view(n * heads.kv, heads.ratio, heads.dim), keys.transpose(1, 2))
+        scores = torch.bmm(rows.reshape(n * heads.kv, heads.ratio, heads.dim), keys.transpose(1, 2))
         if self.bent:
             self._bend(scores.view(n, heads.q, 1, -1), batch.distance)
         if batch.blocked is not None:
