@@ -209,7 +209,11 @@ def test_text_comes_in_whole_characters() -> None:
 def test_ctrl_c_prints_what_there_is_and_exits_130() -> None:
     prompt = "Once upon a time, in a village by the sea,"  # the model has much to say about it
     line = [sys.executable, "-m", "hal.cli", "run", prompt, "--max-tokens", "4000", "--no-check"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+
+    def heed() -> None:  # a shell that runs its jobs in the background lets them ignore SIGINT
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
         assert process.stdout is not None and process.stderr is not None
         seen = b""
         while not seen.partition(prompt.encode())[2].strip():  # until the first token beyond the prompt
